@@ -1,0 +1,49 @@
+# make serve   set up everything and serve the bundled demo model
+# make test    set up and run the tests (CPU)
+# make check   lint, types, layers
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+TORCH ?= torch==2.13.0
+HOST ?= 127.0.0.1
+PORT ?= 8000
+
+.PHONY: setup setup-test serve test test-full check lint clean
+
+# A torch in 2.11..2.14 that is already there is kept; otherwise the CPU-sized pin goes in first, so
+# that no later requirement pulls in a CUDA build of several GB.
+$(VENV)/.base: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c "import sys; assert sys.version_info >= (3, 11), 'deepdraft needs Python 3.11 or newer'"
+	@$(BIN)/python -c "import importlib.metadata as m; v = m.version('torch').split('.'); assert (2, 11) <= (int(v[0]), int(v[1])) <= (2, 14)" 2>/dev/null \
+		|| $(BIN)/pip install --quiet '$(TORCH)'
+	$(BIN)/pip install --quiet -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.base
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[test]'
+	@touch $@
+
+setup: $(VENV)/.base
+setup-test: $(VENV)/.test
+
+serve: setup
+	$(BIN)/deepdraft serve --host $(HOST) --port $(PORT)
+
+check: setup-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/pyrefly check
+
+test: setup-test
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/pyrefly check
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -q -m 'not gpu and not full'
+
+test-full: setup-test
+	$(BIN)/pytest -q -m 'not gpu'
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
