@@ -1,0 +1,346 @@
+"""Prompts of the V4.1 and V4 families.
+
+Owns: the way from a `Conversation` to prompt text, token ids and the parser's start. The turns
+themselves are written by deepseek-recipe, DeepSeek's own encoder; docs/prompt-format.md lists the
+few places where we differ from its request conversion, and why.
+Knows nothing of: HTTP, models, sampling. Requests are checked by `request_rules`, not here.
+"""
+
+from collections.abc import Iterable
+from typing import Literal
+
+import deepseek_recipe as recipe
+
+from deepdraft.errors import EngineError, RequestError
+from deepdraft.text.conversation import (
+    EFFORT_BUDGETS,
+    TASKS,
+    Conversation,
+    Effort,
+    Family,
+    ImagePart,
+    Message,
+    ParseStart,
+    RenderedPrompt,
+    ResponseFormat,
+    TextPart,
+    Thinking,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    resolve_thinking,
+)
+from deepdraft.text.tokenizer import Tokenizer
+
+__all__ = [
+    "Conversation",
+    "Family",
+    "ImagePart",
+    "Message",
+    "ParseStart",
+    "RenderedPrompt",
+    "ResponseFormat",
+    "TextPart",
+    "Thinking",
+    "Tool",
+    "ToolCall",
+    "ToolChoice",
+    "chat_tokens",
+    "missing_chat_tokens",
+    "render_chat",
+    "render_fim",
+    "resolve_thinking",
+]
+
+BOS = "<｜begin▁of▁sentence｜>"
+EOS = "<｜end▁of▁sentence｜>"
+SYSTEM = "<｜System｜>"
+USER = "<｜User｜>"
+ASSISTANT = "<｜Assistant｜>"
+THINK_START = "<think>"
+THINK_END = "</think>"
+DSML = "｜DSML｜"
+IMAGE = "<｜deepseek_image｜>"
+FIM_BEGIN = "<｜fim▁begin｜>"
+FIM_HOLE = "<｜fim▁hole｜>"
+FIM_END = "<｜fim▁end｜>"
+
+_UNSUPPORTED_IMAGE = "[Unsupported Image]"
+
+# A piece of a prompt: its text, and whether it is one control token.
+Segment = tuple[str, bool]
+
+
+def chat_tokens(family: Family) -> tuple[str, ...]:
+    """The control tokens without which no chat of this family can be written or read."""
+    common = (BOS, EOS, USER, ASSISTANT, THINK_START, THINK_END, DSML)
+    return (*common, SYSTEM) if family == "v4.1" else common
+
+
+def missing_chat_tokens(tokenizer: Tokenizer, family: Family) -> tuple[str, ...]:
+    """The chat tokens that this tokenizer lacks; such a model gets completions only."""
+    return tuple(t for t in chat_tokens(family) if tokenizer.id_of(t) is None)
+
+
+def render_chat(
+    conversation: Conversation, tokenizer: Tokenizer, family: Family = "v4.1"
+) -> RenderedPrompt:
+    """Write the prompt of `conversation` and encode it.
+
+    Text that came from the client is encoded without control tokens, whatever it spells. The same
+    conversation always gives the same bytes. Raises RequestError where the conversation cannot be
+    written: a control token that the tokenizer lacks, text that is not Unicode, a tool schema that
+    JSON cannot hold.
+    """
+    sentinel = _image_sentinel(conversation)
+    try:
+        segments = _render_segments(conversation, family, sentinel)
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            "A message or tool holds a lone surrogate, which is not Unicode text: "
+            f"{error.reason} at character {error.start}. Send well-formed text."
+        ) from error
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise RequestError(f"The tools or the response format cannot be written: {error}") from (
+            error
+        )
+    segments = _with_effort(segments, conversation, family)
+    segments = _with_task(segments, conversation)
+    segments = [(IMAGE, True) if s == (sentinel, True) else s for s in segments]
+    images = tuple(p for p in _image_parts(conversation.messages)) if family == "v4.1" else ()
+    return RenderedPrompt(
+        token_ids=tuple(_encode(segments, tokenizer, family)),
+        text="".join(text for text, _ in segments),
+        parse_start=_parse_start(conversation),
+        images=images,
+    )
+
+
+def render_fim(prefix: str, suffix: str, tokenizer: Tokenizer) -> RenderedPrompt:
+    """Prompt for filling the middle between `prefix` and `suffix` (Coder, V2, V3, V4 layout).
+
+    Raises RequestError where the tokenizer lacks the fill-in-the-middle tokens.
+    """
+    segments = [
+        (BOS, True),
+        (FIM_BEGIN, True),
+        (prefix, False),
+        (FIM_HOLE, True),
+        (suffix, False),
+        (FIM_END, True),
+    ]
+    missing = [t for t, special in segments if special and tokenizer.id_of(t) is None]
+    if missing:
+        raise RequestError(
+            f"This model cannot fill in the middle: its tokenizer lacks {', '.join(missing)}. "
+            "Leave `suffix` out.",
+            param="suffix",
+        )
+    return RenderedPrompt(
+        token_ids=tuple(_encode(segments, tokenizer, None)),
+        text="".join(text for text, _ in segments),
+        parse_start=ParseStart(stage="content_continuation"),
+    )
+
+
+def _render_segments(conversation: Conversation, family: Family, sentinel: str) -> list[Segment]:
+    encoding = recipe.DeepseekV41Encoding() if family == "v4.1" else recipe.DeepseekV4Encoding()
+    choice = conversation.tool_choice
+    tools = _offered_tools(conversation)
+    response = conversation.response_format
+    rendered = encoding.render_conversation(
+        recipe.Conversation(
+            [_recipe_message(m, family, sentinel) for m in conversation.messages],
+            thinking_mode=conversation.thinking,
+            tools=[_recipe_tool(t) for t in tools],
+            tool_choice="required" if tools and choice.mode in ("required", "function") else "auto",
+            reasoning_effort=_level(conversation.effort) if conversation.thinking else None,
+            response_format="json_object" if response.kind == "json_object" else "text",
+            response_schema=response.schema if response.kind == "json_schema" else None,
+            response_regex=response.regex if response.kind == "regex" else None,
+        )
+    )
+    segments: list[Segment] = []
+    done = 0
+    for start, end in rendered.special_ranges:
+        if start > done:
+            segments.append((rendered.prompt[done:start], False))
+        segments.append((rendered.prompt[start:end], True))
+        done = end
+    if done < len(rendered.prompt):
+        segments.append((rendered.prompt[done:], False))
+    return segments
+
+
+def _offered_tools(conversation: Conversation) -> tuple[Tool, ...]:
+    """The tools that the prompt describes: none, all, or the one that must be called."""
+    choice = conversation.tool_choice
+    if choice.mode == "none":
+        return ()
+    if choice.mode == "function":
+        return tuple(t for t in conversation.tools if t.name == choice.name)
+    return conversation.tools
+
+
+def _recipe_message(message: Message, family: Family, sentinel: str) -> recipe.Message:
+    placeholder = sentinel if family == "v4.1" else _UNSUPPORTED_IMAGE
+    text = _content_text(message, placeholder)
+    sources: list[recipe.ImageSource] | None = None
+    if family == "v4.1":
+        sources = [recipe.UrlImageSource(p.source, p.detail) for p in _image_parts([message])]
+    match message.role:
+        case "system" | "developer":
+            return recipe.SystemMessage(text, sources or None, image_token=sentinel)
+        case "user":
+            return recipe.UserMessage(text, sources or None, image_token=sentinel)
+        case "tool":
+            return recipe.ToolMessage(
+                text, message.tool_call_id, sources or None, image_token=sentinel
+            )
+        case "assistant":
+            calls = [recipe.ToolCall(c.id, c.name, c.arguments) for c in message.tool_calls]
+            return recipe.AssistantMessage(text, message.reasoning, calls or None, message.prefix)
+        case "latest_reminder":
+            return recipe.LatestReminderMessage(text)
+    raise RequestError(f"No message can have the role {message.role!r}.", param="messages")
+
+
+def _recipe_tool(tool: Tool) -> recipe.ToolDefinition:
+    parameters = dict(tool.parameters) if tool.parameters is not None else {}
+    if not tool.strict:
+        return recipe.ToolDefinition(tool.name, tool.description, parameters, tool.strict)
+    # Only the request conversion completes the schema of a strict tool the official way, so it is
+    # used for that and nothing else.
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": parameters or {"type": "object"},
+        "strict": True,
+    }
+    body = {
+        "model": "DeepSeek-V4.1-Flash",
+        "messages": [{"role": "user", "content": ""}],
+        "tools": [{"type": "function", "function": function}],
+    }
+    try:
+        converted = recipe.ChatCompletionRequest(body).convert(recipe.ConversionOptions())
+    except recipe.ConversionError as error:
+        raise RequestError(
+            f"The schema of the strict tool {tool.name!r} is not usable: {error}", param="tools"
+        ) from error
+    return converted.conversation.tools[0]
+
+
+def _content_text(message: Message, placeholder: str) -> str:
+    if message.content is None:
+        return ""
+    if isinstance(message.content, str):
+        return message.content
+    pieces = [p.text if isinstance(p, TextPart) else placeholder for p in message.content]
+    return "\n\n".join(pieces)
+
+
+def _image_parts(messages: Iterable[Message]) -> list[ImagePart]:
+    return [
+        part
+        for message in messages
+        if isinstance(message.content, tuple)
+        for part in message.content
+        if isinstance(part, ImagePart)
+    ]
+
+
+def _image_sentinel(conversation: Conversation) -> str:
+    """A placeholder that no text of the conversation contains.
+
+    With it, text that spells the image token can never take the place of an image.
+    """
+    sentinel = "\x00image\x00"
+    texts = [_content_text(m, "") for m in conversation.messages]
+    while any(sentinel in t for t in texts):
+        sentinel += "\x00"
+    return sentinel
+
+
+def _level(effort: Effort) -> Literal["low", "high", "max"]:
+    """The level nearest to a budget: 50, 75 or 100 (ties go up)."""
+    if not isinstance(effort, int):
+        return effort
+    if effort * 2 < EFFORT_BUDGETS["low"] + EFFORT_BUDGETS["high"]:
+        return "low"
+    return "high" if effort * 2 < EFFORT_BUDGETS["high"] + EFFORT_BUDGETS["max"] else "max"
+
+
+def _with_effort(
+    segments: list[Segment], conversation: Conversation, family: Family
+) -> list[Segment]:
+    """Write an integer budget into V4.1's effort line, which opens the first system turn."""
+    effort = conversation.effort
+    if family != "v4.1" or not conversation.thinking or not isinstance(effort, int):
+        return segments
+    head = f"Reasoning Effort: {EFFORT_BUDGETS[_level(effort)]} ("
+    if len(segments) < 3 or segments[1] != (SYSTEM, True) or not segments[2][0].startswith(head):
+        raise EngineError(
+            "deepseek-recipe wrote no effort line where one belongs; this version is not supported."
+        )
+    line = f"Reasoning Effort: {effort} (" + segments[2][0][len(head) :]
+    return [*segments[:2], (line, False), *segments[3:]]
+
+
+def _with_task(segments: list[Segment], conversation: Conversation) -> list[Segment]:
+    """Put the token of a one-shot task in place of the assistant header (`action`: after it)."""
+    task = conversation.task
+    if task is None:
+        return segments
+    if task not in TASKS:
+        raise RequestError(
+            f"task is {task!r}: use one of {', '.join(sorted(TASKS))}.", param="task"
+        )
+    token: Segment = (f"<｜{task}｜>", True)
+    if task == "action":
+        return [*segments, token]
+    return [*segments[:-2], token]
+
+
+def _parse_start(conversation: Conversation) -> ParseStart:
+    if conversation.task is not None:
+        return ParseStart(stage="content")
+    tools = bool(_offered_tools(conversation))
+    forced = tools and conversation.tool_choice.mode in ("required", "function")
+    json_output = conversation.response_format.kind == "json_object"
+    last = conversation.messages[-1] if conversation.messages else None
+    if last is not None and last.role == "assistant" and last.prefix:
+        if _content_text(last, ""):
+            stage = "content_continuation"
+        elif conversation.thinking:
+            stage = "reasoning_continuation" if last.reasoning else "reasoning"
+        else:
+            stage = "content"
+    else:
+        stage = "reasoning" if conversation.thinking else "content"
+    return ParseStart(stage=stage, tool_calls=tools, in_tool_calls=forced, json_output=json_output)
+
+
+def _encode(segments: list[Segment], tokenizer: Tokenizer, family: Family | None) -> list[int]:
+    ids: list[int] = []
+    for text, special in segments:
+        if not special:
+            ids.extend(tokenizer.encode_text(text))
+            continue
+        token_id = tokenizer.id_of(text)
+        if token_id is None:
+            raise RequestError(_missing_token_message(text, tokenizer, family))
+        ids.append(token_id)
+    return ids
+
+
+def _missing_token_message(text: str, tokenizer: Tokenizer, family: Family | None) -> str:
+    missing = missing_chat_tokens(tokenizer, family) if family else ()
+    if missing:
+        return (
+            f"This model has no chat format: its tokenizer lacks {', '.join(missing)}. "
+            "Use /v1/completions."
+        )
+    if text == IMAGE:
+        return f"This model takes no images: its tokenizer lacks {IMAGE}. Send text only."
+    return f"This model's tokenizer lacks {text}, which this request needs."
