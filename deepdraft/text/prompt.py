@@ -107,7 +107,7 @@ def render_chat(
     segments = _with_effort(segments, conversation, family)
     segments = _with_task(segments, conversation)
     segments = [(IMAGE, True) if s == (sentinel, True) else s for s in segments]
-    images = tuple(p for p in _image_parts(conversation.messages)) if family == "v4.1" else ()
+    images = tuple(_image_parts(conversation.messages)) if family == "v4.1" else ()
     return RenderedPrompt(
         token_ids=tuple(_encode(segments, tokenizer, family)),
         text="".join(text for text, _ in segments),
@@ -150,7 +150,10 @@ def _render_segments(conversation: Conversation, family: Family, sentinel: str) 
     response = conversation.response_format
     rendered = encoding.render_conversation(
         recipe.Conversation(
-            [_recipe_message(m, family, sentinel) for m in conversation.messages],
+            [
+                _recipe_message(m, family, sentinel, thinking=conversation.thinking)
+                for m in conversation.messages
+            ],
             thinking_mode=conversation.thinking,
             tools=[_recipe_tool(t) for t in tools],
             tool_choice="required" if tools and choice.mode in ("required", "function") else "auto",
@@ -182,7 +185,9 @@ def _offered_tools(conversation: Conversation) -> tuple[Tool, ...]:
     return conversation.tools
 
 
-def _recipe_message(message: Message, family: Family, sentinel: str) -> recipe.Message:
+def _recipe_message(
+    message: Message, family: Family, sentinel: str, *, thinking: bool
+) -> recipe.Message:
     placeholder = sentinel if family == "v4.1" else _UNSUPPORTED_IMAGE
     text = _content_text(message, placeholder)
     sources: list[recipe.ImageSource] | None = None
@@ -199,7 +204,9 @@ def _recipe_message(message: Message, family: Family, sentinel: str) -> recipe.M
             )
         case "assistant":
             calls = [recipe.ToolCall(c.id, c.name, c.arguments) for c in message.tool_calls]
-            return recipe.AssistantMessage(text, message.reasoning, calls or None, message.prefix)
+            # Many clients never send reasoning back; an empty one keeps the turn's usual form.
+            reasoning = "" if thinking and message.reasoning is None else message.reasoning
+            return recipe.AssistantMessage(text, reasoning, calls or None, message.prefix)
         case "latest_reminder":
             return recipe.LatestReminderMessage(text)
     raise RequestError(f"No message can have the role {message.role!r}.", param="messages")

@@ -275,7 +275,7 @@ def _check_reasoning(messages: tuple[Message, ...]) -> None:
             return
         if message.role == "assistant" and message.tool_calls and message.reasoning is None:
             raise RequestError(
-                f"messages[{index}]: the `reasoning_content` of a tool turn must be sent back while "
-                "the model thinks.",
+                f"messages[{index}]: the `reasoning_content` of a tool turn must be sent back "
+                "while the model thinks.",
                 param=f"messages[{index}].reasoning_content",
             )
