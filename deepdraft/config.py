@@ -1,0 +1,147 @@
+"""Settings of a running deepdraft: frozen records, and how a file and flags become them.
+
+Owns: the fields, their defaults, ranges and error messages.
+Knows nothing of: tensors, HTTP, click. Everything here runs without torch.
+
+Order of precedence: default, then the TOML file, then a flag. An unknown key is an error.
+"""
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from deepdraft.errors import ConfigError
+
+Numerics = Literal["exact", "qsim", "quant"]
+Prefill = Literal["full", "encoder"]
+
+
+def _require(ok: bool, name: str, value: object, rule: str) -> None:
+    if not ok:
+        raise ConfigError(f"{name} must be {rule}, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How the engine loads and runs a model."""
+
+    numerics: Numerics = "exact"
+    prefill: Prefill = "full"
+    max_context: int | None = None
+    """Tokens of prompt and answer together; None: what the checkpoint allows."""
+    max_running: int = 4
+    """Sequences that are decoded together."""
+    max_queue: int = 256
+    """Requests that may wait; one more is answered 503."""
+    prefill_chunk: int = 256
+    """Prompt tokens between two looks at cancellations and at other requests."""
+    threads: int | None = None
+    """CPU threads of one operator; None: torch's own choice."""
+
+    def __post_init__(self) -> None:
+        for name, kind in (("numerics", Numerics), ("prefill", Prefill)):
+            value = getattr(self, name)
+            choices = get_args(kind)
+            _require(value in choices, f"engine.{name}", value, "one of " + ", ".join(choices))
+        for name in ("max_running", "max_queue", "prefill_chunk"):
+            value = getattr(self, name)
+            _require(_is_int(value) and value >= 1, f"engine.{name}", value, "an integer >= 1")
+        for name in ("max_context", "threads"):
+            value = getattr(self, name)
+            ok = value is None or (_is_int(value) and value >= 1)
+            _require(ok, f"engine.{name}", value, "an integer >= 1, or absent")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """How the HTTP server behaves."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_names: tuple[str, ...] = ()
+    """Names beside the model's own one; the first one given is listed first."""
+    max_body_bytes: int = 16 << 20
+    keep_alive_s: float = 10.0
+    """Seconds of silence in a stream after which a comment line is sent."""
+    drain_s: float = 25.0
+    """Seconds that running requests get to finish after SIGTERM."""
+    retry_after_s: int = 2
+    """Value of Retry-After on a 503."""
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        _require(isinstance(self.host, str) and bool(self.host), "server.host", self.host, "a name")
+        ok = _is_int(self.port) and 0 <= self.port <= 65535
+        _require(ok, "server.port", self.port, "an integer in 0..65535")
+        names = self.served_model_names
+        ok = isinstance(names, tuple) and all(isinstance(n, str) and n.strip() for n in names)
+        _require(ok, "server.served_model_names", names, "a list of names, none of them empty")
+        ok = _is_int(self.max_body_bytes) and self.max_body_bytes >= 1024
+        _require(ok, "server.max_body_bytes", self.max_body_bytes, "an integer >= 1024")
+        for name, least in (("keep_alive_s", 0.01), ("drain_s", 0.0), ("retry_after_s", 1)):
+            value = getattr(self, name)
+            ok = isinstance(value, int | float) and not isinstance(value, bool) and value >= least
+            _require(ok, f"server.{name}", value, f"a number >= {least}")
+        ok = self.log_level in ("debug", "info", "warning", "error")
+        _require(ok, "server.log_level", self.log_level, "one of debug, info, warning, error")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Everything `deepdraft serve` can be told."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _build(cls: type, section: str, values: Mapping[str, Any]) -> Any:
+    known = {f.name for f in dataclasses.fields(cls)}
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {section}.{near[0]}?" if near else f"; known: {sorted(known)}"
+            raise ConfigError(f"unknown setting {section}.{key}{hint}")
+    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+
+def load_config(
+    file: str | Path | None = None,
+    *,
+    engine: Mapping[str, Any] | None = None,
+    server: Mapping[str, Any] | None = None,
+) -> Config:
+    """Settings from an optional TOML file (tables `engine` and `server`) and from flags.
+
+    A flag of value None was not given. Raises ConfigError, which names the setting and the rule.
+    """
+    tables: dict[str, Any] = {}
+    if file is not None:
+        try:
+            with open(file, "rb") as stream:
+                tables = tomllib.load(stream)
+        except OSError as error:
+            raise ConfigError(f"cannot read the settings file {file}: {error.strerror}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the settings file {file} is not valid TOML: {error}") from error
+    for name, table in tables.items():
+        if name not in ("engine", "server"):
+            raise ConfigError(f"unknown table [{name}] in {file}; known: [engine], [server]")
+        if not isinstance(table, dict):
+            raise ConfigError(f"{name} in {file} must be a table, got {table!r}")
+    flags = {"engine": engine or {}, "server": server or {}}
+    merged = {
+        name: {**tables.get(name, {}), **{k: v for k, v in flags[name].items() if v is not None}}
+        for name in ("engine", "server")
+    }
+    return Config(
+        engine=_build(EngineConfig, "engine", merged["engine"]),
+        server=_build(ServerConfig, "server", merged["server"]),
+    )

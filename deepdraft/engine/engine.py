@@ -1,0 +1,430 @@
+"""Runs requests: one thread that owns the runner, and the ways in for everybody else.
+
+Owns: the step loop, admission, cancellation, draining, and what a failure costs whom.
+Knows nothing of: HTTP, text, model internals. Only the engine thread touches the runner.
+"""
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from deepdraft.engine.request import EventSink, Request
+from deepdraft.engine.sampler import Choice, Row, Sampler
+from deepdraft.engine.scheduler import PrefillChunk, Scheduler
+from deepdraft.errors import DeepdraftError, EngineError, Overloaded, PromptTooLong, RequestError
+from deepdraft.telemetry import Counters, logger
+from deepdraft.types import FinishReason, GenerateRequest, TokenEvent, TokenLogprob
+
+
+class ModelRunner(Protocol):
+    """What the engine needs of a model; `engine.runner.Runner` is one.
+
+    A sequence handle has `num_tokens`, the tokens that the model has seen.
+    """
+
+    vocab_size: int
+    max_tokens: int
+    max_step_rows: int
+
+    def open_sequence(self) -> Any:
+        """A new, empty sequence."""
+        ...
+
+    def close_sequence(self, handle: Any) -> None:
+        """Frees a sequence."""
+        ...
+
+    def prefill(self, handle: Any, token_ids: list[int], *, final: bool) -> Tensor | None:
+        """Appends a part of a prompt; logits [V] after its last token when `final`."""
+        ...
+
+    def step(self, batch: list[tuple[Any, list[int]]]) -> Tensor:
+        """Appends tokens to each sequence; logits [rows, V], one row a token."""
+        ...
+
+
+class Engine:
+    """A model that takes requests from any thread.
+
+    `start` begins serving. `submit` queues requests and reports on each one through its sink,
+    `generate` and `stream` wrap that for plain and for asyncio code. `drain` and `close` end it.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        max_queue: int = 256,
+        max_running: int = 4,
+        prefill_chunk: int = 256,
+    ) -> None:
+        self.runner = runner
+        self.counters = Counters()
+        self._sampler = Sampler(runner.vocab_size, getattr(runner, "device", "cpu"))
+        self._scheduler = Scheduler(
+            max_queue=max_queue,
+            max_running=min(max_running, runner.max_step_rows),
+            prefill_chunk=prefill_chunk,
+        )
+        # Guards the scheduler and the three flags; never held while the runner works.
+        self._wake = threading.Condition()
+        self._draining = False
+        self._stopping = False
+        self._broken: str | None = None
+        self._thread = threading.Thread(target=self._run, name="deepdraft-engine", daemon=True)
+
+    # Calls from any thread
+
+    def start(self) -> None:
+        """Starts the engine thread. Requests submitted before are served then."""
+        self._thread.start()
+
+    def submit(self, requests: Sequence[GenerateRequest], sinks: Sequence[EventSink]) -> None:
+        """Queues all requests or none; each sink gets that request's events on the engine thread.
+
+        The last event of a request carries `finish_reason`. A sink must not block. Raises
+        RequestError or PromptTooLong for a request that cannot run, Overloaded when the queue is
+        full or the engine drains, EngineError when it has stopped.
+        """
+        for request in requests:
+            self._check_request(request)
+        records = [Request(r, sink) for r, sink in zip(requests, sinks, strict=True)]
+        with self._wake:
+            if self._broken is not None:
+                raise EngineError(self._broken)
+            if self._draining or self._stopping:
+                raise Overloaded("the server is shutting down and takes no new requests")
+            self._scheduler.add(records)
+            self._wake.notify()
+        self.counters.add("requests", len(records))
+
+    def cancel(self, *request_ids: str) -> None:
+        """Asks to end requests early; unknown and finished ids are fine.
+
+        A running request ends after the step in progress, with `finish_reason` "abort".
+        """
+        wanted = set(request_ids)
+        with self._wake:
+            for request in self._scheduler.everything():
+                if request.request_id in wanted:
+                    request.cancelled = True
+            self._wake.notify()
+
+    def generate(self, request: GenerateRequest) -> "Events":
+        """Queues one request and returns its events, for plain code."""
+        events = Events(self, request.request_id)
+        self.submit([request], [events.put])
+        return events
+
+    def stream(self, requests: Sequence[GenerateRequest]) -> "AsyncEvents":
+        """Queues requests and returns their events as they come, for asyncio code."""
+        events = AsyncEvents(self, [r.request_id for r in requests])
+        self.submit(requests, [events.put] * len(requests))
+        return events
+
+    def warm_up(self) -> None:
+        """Runs a short prompt and one step through the whole path. Raises EngineError."""
+        prompt = tuple(i % self.runner.vocab_size for i in range(3))
+        request = GenerateRequest(request_id="warm-up", prompt_ids=prompt, max_new_tokens=2)
+        for event in self.generate(request):
+            if event.finish_reason == "error":
+                raise EngineError(f"the warm-up step failed: {event.error}")
+
+    def stats(self) -> dict[str, int]:
+        """Counters, and how many requests wait and run now."""
+        with self._wake:
+            waiting, running = self._scheduler.num_waiting, self._scheduler.num_running
+        return {"waiting": waiting, "running": running, **self.counters.snapshot()}
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine thread ended by itself, or None."""
+        return self._broken
+
+    def begin_drain(self) -> None:
+        """Takes no new requests from now on; those at hand go on."""
+        with self._wake:
+            self._draining = True
+
+    def cancel_all(self) -> None:
+        """Asks to end every request at hand."""
+        with self._wake:
+            for request in self._scheduler.everything():
+                request.cancelled = True
+            self._wake.notify()
+
+    def drain(self, grace_s: float) -> bool:
+        """Takes no new requests, waits until all are finished, ends the rest after `grace_s`.
+
+        True when nothing had to be ended early. Blocks the caller, not the engine.
+        """
+        self.begin_drain()
+        with self._wake:
+            clean = self._wake.wait_for(lambda: self._scheduler.idle, timeout=grace_s)
+        if not clean:
+            self.cancel_all()
+        return clean
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Ends every request and the thread. May be called twice."""
+        with self._wake:
+            self._draining = self._stopping = True
+            for request in self._scheduler.everything():
+                request.cancelled = True
+            self._wake.notify_all()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+
+    def _check_request(self, request: GenerateRequest) -> None:
+        vocab, context = self.runner.vocab_size, self.runner.max_tokens
+        num_prompt = len(request.prompt_ids)
+        if num_prompt == 0:
+            raise RequestError("the prompt is empty; send at least one token", param="prompt")
+        for token_id in (*request.prompt_ids, *(i for i, _ in request.sampling.logit_bias)):
+            if not 0 <= token_id < vocab:
+                raise RequestError(
+                    f"token id {token_id} is outside this model's vocabulary [0, {vocab})"
+                )
+        if request.max_new_tokens < 1:
+            raise RequestError(
+                f"max_tokens must be at least 1, got {request.max_new_tokens}", param="max_tokens"
+            )
+        if num_prompt + request.max_new_tokens > context:
+            raise PromptTooLong(
+                f"this model's context is {context} tokens; the prompt has {num_prompt} and "
+                f"{request.max_new_tokens} more were asked for: shorten one of them"
+            )
+
+    # The engine thread
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode():
+                while self._step_plain():
+                    pass
+        except BaseException as error:
+            # A fault of the loop itself: nobody may be left waiting for an event.
+            logger.exception("the engine thread failed")
+            self._fail_everything(f"the engine has stopped: {type(error).__name__}")
+
+    def _step_plain(self) -> bool:
+        """Waits for work and does one step of it: plan, run, commit. False when told to stop."""
+        with self._wake:
+            while self._scheduler.idle and not self._stopping:
+                self._wake.notify_all()  # for `drain`
+                self._wake.wait()
+            cancelled = self._scheduler.cancelled()
+        for request in cancelled:
+            self._finish(request, "abort")
+        with self._wake:
+            if self._stopping and self._scheduler.idle:
+                return False
+            admitted = self._scheduler.admit()
+        for request in admitted:
+            self._open(request)
+        with self._wake:
+            plan = self._scheduler.plan()
+        if plan is not None:
+            if plan.prefill is not None:
+                self._prefill(plan.prefill)
+            if plan.decode:
+                self._decode(plan.decode)
+        return True
+
+    def _open(self, request: Request) -> None:
+        try:
+            request.handle = self.runner.open_sequence()
+        except Exception as error:
+            self._fail(request, "opening a sequence", error)
+
+    def _prefill(self, chunk: PrefillChunk) -> None:
+        request = chunk.request
+        token_ids = list(request.source.prompt_ids[chunk.start : chunk.end])
+        try:
+            logits_V = self.runner.prefill(request.handle, token_ids, final=chunk.final)
+        except Exception as error:
+            self._fail(request, f"prompt tokens {chunk.start}..{chunk.end}", error)
+            return
+        request.num_computed = chunk.end
+        self.counters.add("prompt_tokens", chunk.end - chunk.start)
+        if chunk.final:
+            assert logits_V is not None, "the final chunk of a prompt must return logits"
+            self._commit((request,), logits_V.unsqueeze(0))
+
+    def _decode(self, requests: tuple[Request, ...]) -> None:
+        try:
+            logits_RV = self.runner.step([(r.handle, [r.output_ids[-1]]) for r in requests])
+        except Exception as error:
+            self._isolate(requests, error)
+            return
+        self._commit(requests, logits_RV)
+
+    def _isolate(self, requests: tuple[Request, ...], error: Exception) -> None:
+        """After a failed step: ends the request to blame and lets the others go on.
+
+        A sequence that the failed step left as it was is stepped again, alone. One that the step
+        touched holds a state nobody can vouch for, so it ends.
+        """
+        for request in requests:
+            # The last chosen token is the one that this step was to append.
+            untouched = getattr(request.handle, "num_tokens", -1) == request.next_position - 1
+            if len(requests) == 1 or not untouched:
+                self._fail(request, f"position {request.next_position - 1}", error)
+            else:
+                self._decode((request,))
+
+    def _commit(self, requests: tuple[Request, ...], logits_RV: Tensor) -> None:
+        rows = [
+            Row(
+                params=r.source.sampling,
+                position=r.next_position,
+                output_counts=r.output_counts,
+                prompt_ids=r.source.prompt_ids,
+            )
+            for r in requests
+        ]
+        try:
+            choices = self._sampler.sample(logits_RV, rows)
+        except Exception as error:
+            for request in requests:
+                self._fail(request, f"sampling at position {request.next_position}", error)
+            return
+        for request, choice in zip(requests, choices, strict=True):
+            self._take(request, choice)
+
+    def _take(self, request: Request, choice: Choice) -> None:
+        if choice.error is not None:
+            self._finish(request, "error", error=choice.error)
+            return
+        self.counters.add("generated_tokens")
+        reason = request.append(choice.token_id)
+        logprobs = () if choice.logprob is None else (choice.logprob,)
+        if reason is None:
+            self._emit(request, (choice.token_id,), logprobs)
+        else:
+            self._finish(request, reason, token_ids=(choice.token_id,), logprobs=logprobs)
+
+    def _fail(self, request: Request, where: str, error: Exception) -> None:
+        # The traceback goes to the log; the client gets our own errors' text and no other's, as a
+        # foreign message may hold paths or data.
+        logger.error("request %s failed at %s", request.request_id, where, exc_info=error)
+        reason = error.message if isinstance(error, DeepdraftError) else type(error).__name__
+        self._finish(request, "error", error=f"the model failed at {where}: {reason}")
+
+    def _finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        *,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
+        error: str | None = None,
+    ) -> None:
+        request.finished = reason
+        handle, request.handle = request.handle, None
+        if handle is not None:
+            try:
+                self.runner.close_sequence(handle)
+            except Exception:
+                logger.exception("closing the sequence of %s failed", request.request_id)
+        with self._wake:
+            self._scheduler.remove(request)
+        self.counters.add(f"finished_{reason}")
+        self._emit(request, token_ids, logprobs, reason, error)
+
+    def _emit(
+        self,
+        request: Request,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprob, ...] = (),
+        reason: FinishReason | None = None,
+        error: str | None = None,
+    ) -> None:
+        event = TokenEvent(
+            request_id=request.request_id,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish_reason=reason,
+            error=error,
+        )
+        try:
+            request.sink(event)
+        except Exception:
+            # A reader that is gone must not take the engine with it.
+            logger.warning("the reader of %s is gone", request.request_id, exc_info=True)
+            request.cancelled = True
+
+    def _fail_everything(self, message: str) -> None:
+        with self._wake:
+            self._broken = message
+            requests = self._scheduler.everything()
+            for request in requests:
+                self._scheduler.remove(request)
+            self._wake.notify_all()
+        for request in requests:
+            request.finished = "error"
+            self._emit(request, (), reason="error", error=message)
+
+
+class Events(Iterator[TokenEvent]):
+    """The events of one request; ends after the last one. `close` cancels what still runs."""
+
+    def __init__(self, engine: Engine, request_id: str) -> None:
+        self._engine = engine
+        self._request_id = request_id
+        self._queue: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+        self._done = False
+        self.put = self._queue.put
+
+    def __next__(self) -> TokenEvent:
+        if self._done:
+            raise StopIteration
+        event = self._queue.get()
+        self._done = event.finish_reason is not None
+        return event
+
+    def close(self) -> None:
+        """Cancels the request if it is not finished; its "abort" event still comes."""
+        self._engine.cancel(self._request_id)
+
+
+class AsyncEvents(AsyncIterator[TokenEvent]):
+    """The events of several requests, mixed; ends after the last event of the last request.
+
+    To be made and read on one event loop. `close` cancels what still runs; it must be called by
+    whoever stops reading early, as an abandoned request would run to its end.
+    """
+
+    def __init__(self, engine: Engine, request_ids: Sequence[str]) -> None:
+        self._engine = engine
+        self._open = set(request_ids)
+        self._queue: asyncio.Queue[TokenEvent] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+
+    def put(self, event: TokenEvent) -> None:
+        """Takes an event on the engine thread."""
+        # A loop that closed meanwhile has nobody left to tell.
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
+
+    async def __anext__(self) -> TokenEvent:
+        if not self._open:
+            raise StopAsyncIteration
+        event = await self._queue.get()
+        if event.finish_reason is not None:
+            self._open.discard(event.request_id)
+        return event
+
+    def cancel(self, request_id: str) -> None:
+        """Cancels one of the requests; its last event still comes."""
+        self._engine.cancel(request_id)
+
+    def close(self) -> None:
+        """Cancels every request that is not finished."""
+        if self._open:
+            self._engine.cancel(*self._open)

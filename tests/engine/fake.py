@@ -1,0 +1,95 @@
+"""A runner without a model: scripted answers over a toy vocabulary, with faults on demand."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Script = Callable[[Sequence[int]], Sequence[int]]
+
+
+class FakeSequence:
+    """What the fake model remembers of a sequence."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.num_prompt = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+class FakeRunner:
+    """Answers `script(prompt_ids)`, then token 1 for ever, whatever the tokens it is fed.
+
+    Logits are small and depend on (position, last token); the scripted token gets `strength` more,
+    so that greedy answers follow the script and sampled ones depend on the noise when `strength`
+    is small. Faults: `prefill_fault` and `step_fault` are called with what is about to run and may
+    raise or sleep; `spoil` may change the logits of a sequence.
+    """
+
+    def __init__(
+        self,
+        script: Script = lambda prompt: [],
+        *,
+        vocab_size: int = 300,
+        max_tokens: int = 4096,
+        max_step_rows: int = 16,
+        strength: float = 40.0,
+    ) -> None:
+        self.script = script
+        self.vocab_size = vocab_size
+        self.max_tokens = max_tokens
+        self.max_step_rows = max_step_rows
+        self.strength = strength
+        self.prefill_fault: Callable[[FakeSequence, list[int]], None] = lambda s, ids: None
+        self.step_fault: Callable[[list[FakeSequence]], None] = lambda sequences: None
+        self.spoil: Callable[[FakeSequence, Tensor], Tensor] = lambda s, logits: logits
+        self.delay_s = 0.0
+        self.open_handles: set[FakeSequence] = set()
+        self.num_opened = 0
+        self.most_open = 0
+        self.chunks: list[int] = []
+        self.num_steps = 0
+
+    def open_sequence(self) -> FakeSequence:
+        handle = FakeSequence()
+        self.open_handles.add(handle)
+        self.num_opened += 1
+        self.most_open = max(self.most_open, len(self.open_handles))
+        return handle
+
+    def close_sequence(self, handle: FakeSequence) -> None:
+        self.open_handles.remove(handle)
+
+    def prefill(self, handle: FakeSequence, token_ids: list[int], *, final: bool) -> Tensor | None:
+        assert handle in self.open_handles
+        self.prefill_fault(handle, token_ids)
+        time.sleep(self.delay_s)
+        self.chunks.append(len(token_ids))
+        handle.token_ids += token_ids
+        handle.num_prompt = len(handle.token_ids)
+        return self._logits(handle) if final else None
+
+    def step(self, batch: list[tuple[FakeSequence, list[int]]]) -> Tensor:
+        self.step_fault([handle for handle, _ in batch])
+        time.sleep(self.delay_s)
+        self.num_steps += 1
+        rows = []
+        for handle, token_ids in batch:
+            assert handle in self.open_handles
+            for token_id in token_ids:
+                handle.token_ids.append(token_id)
+                rows.append(self._logits(handle))
+        return torch.stack(rows)
+
+    def _logits(self, handle: FakeSequence) -> Tensor:
+        ids = torch.arange(self.vocab_size, dtype=torch.float64)
+        salt = 31.0 * handle.num_tokens + 7.0 * handle.token_ids[-1]
+        logits = torch.sin(ids * 12.9898 + salt).float()
+        answer = self.script(handle.token_ids[: handle.num_prompt])
+        index = handle.num_tokens - handle.num_prompt
+        logits[answer[index] if index < len(answer) else 1] += self.strength
+        return self.spoil(handle, logits)
