@@ -1,0 +1,225 @@
+"""DSpark: the drafter layers stored with the model (technical report 2.4.3; architecture notes 6).
+
+Conditioning: taps of confirmed positions become context keys in a ring per drafter layer. A draft runs the
+last token and `block - 1` noise tokens through the layers at once, then adds a Markov
+correction token by token.
+
+Letters: B drafts of a block, S residual streams, D hidden, V vocabulary, N = W + 1 + B places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepdraft.arch import V41Args
+from deepdraft.errors import StateError
+from deepdraft.models.csa import Attention, Rotation, rotation
+from deepdraft.models.layers import Numerics, Weights
+from deepdraft.models.moe import MoE
+from deepdraft.models.state import SequenceState
+from deepdraft.ops.elementwise import HyperMix, Rotary, collapse, expand, rms_norm, rotate
+
+
+@dataclass(slots=True)
+class Draft:
+    """One block of proposals after position n: token b is for position n + 2 + b."""
+
+    token_ids: list[int]
+    logits: Tensor
+    """[B, V] after the Markov correction."""
+    confidence: Tensor
+    """[B], raw; its sigmoid is the chance that draft b is accepted if all before it were."""
+    base_logits: Tensor
+    hidden: Tensor
+    """[B, D] collapsed, un-normed."""
+
+
+class DraftBlock:
+    """One drafter layer: as a backbone block, with attention to the ring and to the block itself."""
+
+    def __init__(self, args: V41Args, weights: Weights, number: int, num: Numerics) -> None:
+        prefix = f"mtp.{number}"
+        self.args, self.num, self.eps = args, num, args.rms_norm_eps
+        self.attn_norm = weights.vector(f"{prefix}.attn_norm.weight")
+        self.ffn_norm = weights.vector(f"{prefix}.ffn_norm.weight")
+        self.window_row = args.num_hidden_layers + number
+        self.attention = Attention(
+            args,
+            weights,
+            f"{prefix}.attn",
+            window_row=self.window_row,
+            layer=args.num_hidden_layers + number,
+            role=None,
+            num=num,
+        )
+        self.sink = self.attention.sink[:, -1].view(-1, 1)
+        self.moe = MoE(
+            weights,
+            f"{prefix}.ffn",
+            experts=args.dspark_n_routed_experts,
+            k=args.dspark_num_experts_per_tok,
+            args=args,
+            num=num,
+        )
+        self.mixes = []
+        for part in ("attn", "ffn"):
+            self.mixes.append(
+                HyperMix(
+                    *(weights.vector(f"{prefix}.hc_{part}_{n}") for n in ("fn", "base", "scale")),
+                    streams=args.hc_mult,
+                    iters=args.hc_sinkhorn_iters,
+                    eps=args.hc_eps,
+                )
+            )
+
+    def __call__(
+        self,
+        x: Tensor,
+        p: Tensor,
+        turn: Rotation,
+        context: Tensor,
+        context_bias: Tensor,
+        record: dict[str, Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """X [B, S, D]; context [W + 1, C] ring keys and the sink's zero key; bias [W + 1]."""
+        num, attn = self.num, self.attention
+        u = num.act(rms_norm(num.act(collapse(x, p)), self.attn_norm, self.eps))
+        pre_a, post_a, comb_a = self.mixes[0](x, self.eps)
+        _, query, kv = attn.latents(u)
+        h, d, b = attn.heads, attn.width, x.shape[0]
+        turned = num.act(turn.heads(torch.cat([query[:, : h * d], kv], 1).view(-1, h + 1, d)))
+        keys = torch.cat([context, num.window_kv(turned[:, h])])
+        bias = torch.cat([context_bias, context_bias.new_zeros(b)]).expand(h, -1).clone()
+        bias[:, context.shape[0] - 1 : context.shape[0]] = self.sink
+        o = num.attention(
+            turned[:, :h], keys.expand(b, -1, -1), bias.expand(b, -1, -1), attn.scale
+        )
+        y = attn.output(num.act(turn.back(num.act(o))))
+        mid = num.act(expand(y, x, post_a, comb_a))
+        pre_f, post_f, comb_f = self.mixes[1](mid, self.eps)
+        v = num.act(rms_norm(num.act(collapse(mid, pre_a)), self.ffn_norm, self.eps))
+        z = self.moe(v, b, record)
+        if record is not None:
+            record.update(stream_in=x, premix_in=p, attn_in=u, attn_out=y, ffn_in=v, ffn_out=z)
+        return num.act(expand(z, mid, post_f, comb_f)), pre_f
+
+
+class Drafter:
+    """All drafter layers and the heads on top of them."""
+
+    def __init__(
+        self,
+        args: V41Args,
+        weights: Weights,
+        num: Numerics,
+        rotary: Rotary,
+        embed: Tensor,
+        head: Tensor,
+        first_mix: Tensor,
+    ) -> None:
+        self.args, self.num, self.rotary = args, num, rotary
+        self.embed, self.head, self.first_mix = embed, head, first_mix
+        count = args.num_nextn_predict_layers
+        last = f"mtp.{count - 1}"
+        self.blocks = [DraftBlock(args, weights, m, num) for m in range(count)]
+        self.main_proj = weights.linear("mtp.0.main_proj.weight")
+        self.main_norm = weights.vector("mtp.0.main_norm.weight")
+        self.norm = weights.vector(f"{last}.norm.weight")
+        self.markov_embed = weights.vector(f"{last}.markov_head.embed.weight")
+        self.markov_head = weights.linear(f"{last}.markov_head.head.weight")
+        self.confidence = weights.vector(f"{last}.confidence_head.proj.weight").view(-1)
+
+    def condition(self, taps: Tensor) -> Tensor:
+        """taps [n, taps * D] -> mu [n, D] (notes 6.1)."""
+        num = self.num
+        mu = num.act(num.fp8(num.act(taps)) @ self.main_proj)
+        return num.act(rms_norm(mu, self.main_norm, self.args.rms_norm_eps))
+
+    def feed(self, state: SequenceState, taps: Tensor, first: int) -> None:
+        """Ring keys for confirmed positions first.. (notes 6.1); rows beyond a ring are skipped."""
+        pool, num, n = state.pool, self.num, taps.shape[0]
+        if not n:
+            return
+        if first + n > state.num_tokens:
+            raise StateError(
+                f"drafter rows up to position {first + n - 1}, but only {state.num_tokens} tokens "
+                f"are confirmed"
+            )
+        if first > state.drafter_tokens:
+            state.drafter_floor = first  # a gap: what lies below cannot be reached
+        skip = max(0, n - self.args.sliding_window)
+        if skip and first + skip > state.drafter_tokens:
+            state.drafter_floor = max(state.drafter_floor, first + skip)
+        taps, first_kept = taps[skip:], first + skip
+        positions = np.arange(first_kept, first + n)
+        rows = torch.from_numpy(state.ring_row(positions)).to(taps.device)
+        if taps.shape[0] == 1:
+            taps = taps.expand(2, -1)
+            rows, positions = rows.expand(2), positions.repeat(2)
+        mu = num.fp8(self.condition(taps))
+        turn = rotation(self.rotary, torch.from_numpy(positions).to(taps.device))
+        rank = self.blocks[0].attention.q_norm.shape[0]
+        for block in self.blocks:
+            attn = block.attention
+            kv = num.act(mu @ attn.w_in[:, rank:])
+            kv = num.act(rms_norm(kv, attn.kv_norm, attn.eps))
+            kv = num.window_kv(num.act(rotate(kv, turn.cos, turn.sin, turn.swap)))
+            pool.window[block.window_row].index_copy_(0, rows, kv)
+        state.drafter_tokens = first + n
+
+    @torch.inference_mode()
+    def draft(
+        self,
+        state: SequenceState,
+        token_id: int,
+        choose: Callable[[Tensor, int], int],
+        *,
+        block_size: int | None = None,
+        record: dict[str, dict[str, Tensor]] | None = None,
+    ) -> Draft:
+        """Propose the tokens after `token_id`, which stands right after the confirmed ones.
+
+        `choose(logits [V], position)` picks a proposal; position is the one it would stand at.
+        The rings must be fed up to the last confirmed position.
+        """
+        args, num, pool = self.args, self.num, state.pool
+        size = args.dspark_block_size if block_size is None else block_size
+        n = state.num_tokens - 1  # last confirmed position
+        if state.drafter_tokens != state.num_tokens:
+            raise StateError(
+                f"the drafter was fed {state.drafter_tokens} of {state.num_tokens} tokens"
+            )
+        device = self.embed.device
+        rows = max(size, 2)
+        look = n - np.arange(args.sliding_window - 1, -1, -1)
+        address = np.append(state.ring_row(look), pool.window.shape[1] - 1)
+        bias = np.append(np.where(look >= max(0, state.drafter_floor), 0.0, -np.inf), 0.0)
+        address_t = torch.from_numpy(address).to(device)
+        bias_t = torch.from_numpy(bias).to(device=device, dtype=num.dtype)
+        turn = rotation(self.rotary, torch.arange(n + 1, n + 1 + rows, device=device))
+        ids = torch.tensor(
+            [token_id] + [args.dspark_noise_token_id] * (rows - 1), device=device
+        )
+        x = self.embed.index_select(0, ids).unsqueeze(1).expand(-1, args.hc_mult, -1)
+        x, p = num.act(x.contiguous()), self.first_mix.expand(rows, -1)
+        for m, layer in enumerate(self.blocks):
+            context = pool.window[layer.window_row].index_select(0, address_t)
+            note = record.setdefault(f"M{m}", {}) if record is not None else None
+            x, p = layer(x, p, turn, context, bias_t, note)
+        h = num.act(collapse(x, p))
+        base = num.act(rms_norm(h, self.norm, args.rms_norm_eps)) @ self.head
+        tokens, logits, confidence = [], [], []
+        previous = token_id
+        for b in range(size):
+            e = self.markov_embed[previous]
+            row = base[b] + (e.expand(2, -1) @ self.markov_head)[0]
+            confidence.append(torch.cat([h[b], e]).mul(self.confidence).sum())
+            previous = choose(row, n + 2 + b)
+            tokens.append(previous)
+            logits.append(row)
+        return Draft(tokens, torch.stack(logits), torch.stack(confidence), base[:size], h[:size])

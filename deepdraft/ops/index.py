@@ -1,0 +1,72 @@
+"""The lightning indexer: scores, and the selection of compressed entries. Torch reference.
+
+Letters: R rows, N entries, K selected entries, B blocks, H index heads, C index channels.
+
+Contract: the selected set of a row is a function of that row alone: scores do not depend on how many
+entries other rows can see, equal scores go to the lower entry, and a set is listed in ascending order
+with -1 in the places left over.
+"""
+
+import torch
+from torch import Tensor
+
+
+def index_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """sum over h of weights[r, h] relu(<q[r, h], keys[n]>): q [R, H, C], keys [N, C] -> [R, N]."""
+    r, h, c = q.shape
+    dots = (q.reshape(r * h, c) @ keys.t()).relu_().view(r, h, -1)
+    return dots.mul_(weights.unsqueeze(-1)).sum(1)
+
+
+def mask_unreachable(scores: Tensor, reach: Tensor) -> Tensor:
+    """scores [R, N] with -inf from entry `reach[r]` (int64 [R]) on."""
+    entry = torch.arange(scores.shape[1], device=scores.device)
+    return scores.masked_fill(entry >= reach.unsqueeze(1), -torch.inf)
+
+
+def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best (value, place) of each row; a stable sort puts the lower place first among equals."""
+    values, places = torch.sort(scores, dim=-1, descending=True, stable=True)
+    return values[:, :k], places[:, :k]
+
+
+def select_top(scores: Tensor, k: int) -> Tensor:
+    """The k best reachable entries of each row, ascending, -1 in places left over: int64 [R, K]."""
+    n = scores.shape[1]
+    values, places = _best(scores, min(k, n))
+    places = torch.where(values > -torch.inf, places, n).sort(-1).values
+    places = torch.where(places < n, places, -1)
+    if n < k:
+        places = torch.nn.functional.pad(places, (0, k - n), value=-1)
+    return places
+
+
+def select_all(reach: Tensor, k: int) -> Tensor:
+    """Every reachable entry where there are at most k: int64 [R, K], -1 in places left over."""
+    entry = torch.arange(k, device=reach.device).expand(reach.shape[0], k)
+    return torch.where(entry < reach.unsqueeze(1), entry, -1)
+
+
+def candidate_blocks(scores: Tensor, reach: Tensor, *, block: int, keep: int) -> Tensor:
+    """First level of the two-level selection (report 2.3.2): which blocks of entries stay, bool [R, B].
+
+    A block's score is its best reachable score; the block of the newest reachable entry is
+    always kept; at most `keep` blocks stay.
+    """
+    r, n = scores.shape
+    blocks = -(-n // block)
+    padded = torch.nn.functional.pad(scores, (0, blocks * block - n), value=-torch.inf)
+    best = padded.view(r, blocks, block).amax(-1)
+    newest = ((reach - 1).clamp(min=0) // block).unsqueeze(1)
+    has_entry = reach.unsqueeze(1) > 0
+    number = torch.arange(blocks, device=scores.device)
+    best = best.masked_fill((number == newest) & has_entry, torch.inf)
+    values, places = _best(best, min(keep, blocks))
+    kept = torch.zeros(r, blocks, dtype=torch.bool, device=scores.device)
+    return kept.scatter_(1, places, values > -torch.inf)
+
+
+def restrict_to_blocks(scores: Tensor, kept: Tensor, *, block: int) -> Tensor:
+    """scores [R, N] with -inf outside the kept blocks [R, B]."""
+    inside = kept.repeat_interleave(block, dim=1)[:, : scores.shape[1]]
+    return scores.masked_fill(~inside, -torch.inf)
