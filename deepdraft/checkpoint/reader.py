@@ -19,7 +19,7 @@ from deepdraft.checkpoint.names import SKIP_RULES, Entry, Format, tensor_table
 from deepdraft.checkpoint.shards import Nearest, Stored, locate_tensors
 from deepdraft.errors import CheckpointError
 from deepdraft.quant.formats import (
-    TILE,
+    GROUP,
     dequantize_fp8_row,
     dequantize_fp8_tile,
     dequantize_mxfp4,
@@ -41,7 +41,7 @@ class Packed:
     """A tensor as it is stored: memory-mapped, private to the process (writes reach no file)."""
 
     values: Tensor
-    """uint8 for `fp8_tile`, `fp8_row` (E4M3 codes) and `mxfp4` (two codes a byte), else bf16, f32."""
+    """uint8 for `fp8_tile`, `fp8_row` (E4M3 codes), `mxfp4` (two codes a byte); else bf16, f32."""
     scales: Tensor | None
     """E8M0 bytes (uint8), None for plain formats."""
     format: Format
@@ -107,7 +107,7 @@ class Checkpoint:
             out = torch.empty(shape, dtype=dtype)
         assert tuple(out.shape) == shape, f"{name}: {tuple(out.shape)} is not {shape}"
         rows = shape[0]
-        step = max(1, _CHUNK_VALUES * rows // max(1, out.numel()) // TILE) * TILE
+        step = max(1, _CHUNK_VALUES * rows // max(1, out.numel()) // GROUP) * GROUP
         for start in range(0, rows, step):
             stop = min(start + step, rows)
             chunk = out[start:stop]
@@ -154,7 +154,7 @@ class Checkpoint:
             out.copy_(values)
             return
         scale = self.table[entry.scale_name]
-        per_row = TILE if entry.format == "fp8_tile" else 1
+        per_row = GROUP if entry.format == "fp8_tile" else 1
         scales = self._map_rows(scale, start // per_row, -(-stop // per_row))
         out.copy_(_DEQUANTIZE[entry.format](values, scales, out.dtype))
 
