@@ -1,15 +1,46 @@
 """Output of the V4.1 and V4 families, split into reasoning, content and tool calls.
 
-Owns: `OutputParser`, the state machine over token ids (or over text); `StopMatcher`.
+Owns: `OutputParser`, the state machine over token ids (or over text). docs/prompt-format.md lists
+where it differs from DeepSeek's own stream parser, and why.
 Knows nothing of: HTTP, sampling, how the prompt was made (only where it left off).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Literal
 
+from deepdraft.text.calls import (
+    BLOCK_NAMES,
+    CallWriter,
+    ParsedCall,
+    Tag,
+    ToolCallDelta,
+    read_tag,
+    tag_end,
+)
 from deepdraft.text.conversation import ParseStart
+from deepdraft.text.filters import JsonFilter, StopMatcher, partial_suffix
 from deepdraft.text.tokenizer import Tokenizer
 from deepdraft.types import FinishReason
+
+__all__ = [
+    "ContentDelta",
+    "Delta",
+    "OutputParser",
+    "ParsedCall",
+    "ReasoningDelta",
+    "StopMatcher",
+    "ToolCallDelta",
+]
+
+_THINK_END = "</think>"
+_DSML = "｜DSML｜"
+_EOS = "<｜end▁of▁sentence｜>"
+_BLOCK_OPENERS = tuple(f"{space}{name}>" for name in BLOCK_NAMES for space in ("", " "))
+_INVOKE_OPENERS = ("invoke ", " invoke ")
+_MAX_TAG = 4096
+"""Characters after which a tag without an end is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,29 +57,18 @@ class ContentDelta:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallDelta:
-    """A piece of call number `index` (0, 1, ...).
-
-    The first piece of a call carries its `name` and no arguments; later ones carry `arguments`,
-    JSON text whose concatenation is a JSON object once the call is complete.
-    """
-
-    index: int
-    name: str | None = None
-    arguments: str = ""
-
-
 Delta = ReasoningDelta | ContentDelta | ToolCallDelta
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedCall:
-    """A whole call; `arguments` is a JSON object's text where `complete`."""
-
-    name: str
-    arguments: str
-    complete: bool
+class _State(Enum):
+    REASONING = auto()
+    CONTENT = auto()
+    OPENING = auto()  # after "<" and the DSML marker in reasoning or content
+    CALLS = auto()  # inside the block, between calls
+    INVOKE = auto()  # inside a call, between parameters
+    VALUE = auto()  # inside a parameter
+    TAG = auto()  # inside a tag of the block
+    DONE = auto()  # after the block: the rest is dropped
 
 
 class OutputParser:
@@ -59,52 +79,277 @@ class OutputParser:
 
     def __init__(self, parse_start: ParseStart, tokenizer: Tokenizer | None = None) -> None:
         """`tokenizer` is needed for `push`. Markers then count only as their token ids."""
-        raise NotImplementedError
+        stage = parse_start.stage
+        self._state = _State.CONTENT
+        if parse_start.in_tool_calls:
+            self._state = _State.CALLS
+        elif stage.startswith("reasoning"):
+            self._state = _State.REASONING
+        self._strip = not stage.endswith("continuation")
+        """Leading newlines are dropped until there is other text."""
+        self._parse_calls = parse_start.tool_calls or parse_start.in_tool_calls
+        self._json = JsonFilter() if parse_start.json_output else None
+        self._tokenizer = tokenizer
+        self._decoder = tokenizer.incremental() if tokenizer else None
+        self._markers: dict[int, str] = {}
+        self._eos = tokenizer.id_of(_EOS) if tokenizer else None
+        for marker in (_THINK_END, _DSML):
+            token_id = tokenizer.id_of(marker) if tokenizer else None
+            if token_id is not None:
+                self._markers[token_id] = marker
+        self._outer = self._state  # REASONING or CONTENT while OPENING
+        self._held = ""  # text that may belong to a tag or is white space to drop
+        self._tag = ""
+        self._tag_closing = False
+        self._pending_text = ""  # text input: may be the beginning of a marker
+        self._calls: list[CallWriter] = []
+        self._in_call = False
+        self._out: list[Delta] = []
+        self._num_reasoning_tokens = 0
 
     def push(self, token_ids: Iterable[int]) -> list[Delta]:
         """Read tokens of the answer. End-of-sentence ids are skipped."""
-        raise NotImplementedError
+        if self._decoder is None:
+            raise ValueError("push needs the tokenizer; use push_text for text")
+        for token_id in token_ids:
+            if token_id == self._eos:
+                continue
+            marker = self._markers.get(token_id)
+            if self._state is _State.REASONING and marker is None:
+                self._num_reasoning_tokens += 1
+            if marker is None:
+                self._read_text(self._decoder.push(token_id))
+            else:
+                self._decoder.flush()  # a marker cuts a character short
+                self._read_marker(marker)
+        return self._take()
 
     def push_text(self, text: str) -> list[Delta]:
         """Read text of the answer; markers count by their spelling."""
-        raise NotImplementedError
+        text = self._pending_text + text
+        while True:
+            found = [(i, m) for m in (_THINK_END, _DSML) if (i := text.find(m)) >= 0]
+            if not found:
+                break
+            index, marker = min(found)
+            self._read_text(text[:index])
+            self._read_marker(marker)
+            text = text[index + len(marker) :]
+        keep = max(partial_suffix(text, m) for m in (_THINK_END, _DSML))
+        self._pending_text = text[len(text) - keep :]
+        self._read_text(text[: len(text) - keep])
+        return self._take()
 
     def finish(self, reason: FinishReason = "stop") -> list[Delta]:
-        """End the answer and give what was held back."""
-        raise NotImplementedError
+        """End the answer and give what was held back.
+
+        A call that the model left open is closed if it stopped by itself, else left as it is. An
+        incomplete character and half a tag are dropped.
+        """
+        self._read_text(self._pending_text)
+        self._pending_text = ""
+        if self._decoder is not None:
+            self._decoder.flush()
+        if self._state in (_State.REASONING, _State.CONTENT):
+            self._emit_text(self._held)
+        elif self._state is _State.VALUE:
+            self._arguments(self._calls[-1].extend(self._held) if self._in_call else "")
+        self._held = ""
+        if self._in_call:
+            call = self._calls[-1]
+            self._arguments(call.close() if reason == "stop" else call.abandon())
+            self._in_call = False
+        if self._json is not None and (rest := self._json.flush()):
+            self._append(ContentDelta(rest))
+        self._state = _State.DONE
+        return self._take()
+
+    def finish_reason(self, reason: FinishReason) -> Literal[FinishReason, "tool_calls"]:
+        """`tool_calls` where the model stopped by itself and made a call, else `reason`."""
+        return "tool_calls" if reason == "stop" and self._calls else reason
 
     @property
     def num_reasoning_tokens(self) -> int:
         """Tokens read so far that belong to the reasoning (token input only)."""
-        raise NotImplementedError
+        return self._num_reasoning_tokens
 
     @property
-    def tool_calls(self) -> Sequence[ParsedCall]:
+    def tool_calls(self) -> list[ParsedCall]:
         """The calls so far; a repeated parameter holds its last value."""
-        raise NotImplementedError
+        return [call.parsed() for call in self._calls]
 
-    @property
-    def in_content(self) -> bool:
-        """Whether the next text would be content (stop strings apply there only)."""
-        raise NotImplementedError
+    def _take(self) -> list[Delta]:
+        out, self._out = self._out, []
+        return out
 
+    def _read_marker(self, marker: str) -> None:
+        if marker == _DSML and self._parse_calls:
+            self._read_dsml()
+        elif marker == _THINK_END:
+            self._read_think_end()
+        else:
+            self._read_text(marker)
 
-class StopMatcher:
-    """Finds the first of some stop strings in a stream and holds back what may become one."""
+    def _read_think_end(self) -> None:
+        if self._state is _State.OPENING:
+            self._not_a_block()
+        if self._state is _State.REASONING:
+            if "<" in self._held:
+                self._emit_text(self._held)
+            self._state, self._held, self._strip = _State.CONTENT, "", True
+        elif self._state is _State.CONTENT:
+            self._emit_text(self._held)  # a stray one is swallowed
+            self._held, self._strip = "", False
+        else:
+            self._read_text(_THINK_END)
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """`stops`: non-empty strings, none for a matcher that passes everything on."""
-        raise NotImplementedError
+    def _read_dsml(self) -> None:
+        if self._state is _State.OPENING:
+            self._not_a_block()
+        if self._state in (_State.REASONING, _State.CONTENT):
+            if self._held.endswith("<"):
+                self._outer, self._state, self._tag = self._state, _State.OPENING, ""
+            else:
+                self._read_text(_DSML)
+        elif self._state is _State.VALUE:
+            if self._held == "</":
+                self._arguments(self._calls[-1].end() if self._in_call else "")
+                self._begin_tag(closing=True)
+            else:
+                self._read_text(_DSML)
+        elif self._state is not _State.DONE:
+            # Between tags, or in a tag that was never ended: then this one counts.
+            before = self._tag if self._state is _State.TAG else self._held
+            if before.endswith(("<", "</")):
+                self._begin_tag(closing=before.endswith("</"))
+            elif self._state is _State.TAG:
+                self._tag += _DSML
 
-    @property
-    def matched(self) -> str | None:
-        """The stop string that was found, or None."""
-        raise NotImplementedError
+    def _read_text(self, text: str) -> None:
+        if not text:
+            return
+        match self._state:
+            case _State.REASONING | _State.CONTENT:
+                self._read_plain(text)
+            case _State.OPENING:
+                self._tag += text
+                self._check_opening()
+            case _State.CALLS | _State.INVOKE:
+                self._held = (self._held + text)[-2:]
+            case _State.VALUE:
+                text = self._held + text
+                keep = 2 if text.endswith("</") else int(text.endswith("<"))
+                self._held = text[len(text) - keep :]
+                if self._in_call:
+                    self._arguments(self._calls[-1].extend(text[: len(text) - keep]))
+            case _State.TAG:
+                self._tag += text
+                self._check_tag()
+            case _State.DONE:
+                pass
 
-    def push(self, text: str) -> str:
-        """Text that is safe to pass on. After a match always empty."""
-        raise NotImplementedError
+    def _read_plain(self, text: str) -> None:
+        """Reasoning or content; newlines (and a `<`) at the end may turn out to be dropped."""
+        text = self._held + text
+        self._held = ""
+        if self._strip:
+            text = text.lstrip("\n")
+            if not text:
+                return
+        body = text.removesuffix("<") if self._parse_calls else text
+        if self._parse_calls or self._state is _State.REASONING:
+            body = body.rstrip("\n")
+        self._held = text[len(body) :]
+        self._emit_text(body)
 
-    def flush(self) -> str:
-        """The held-back text, at the end of a stream without a match."""
-        raise NotImplementedError
+    def _check_opening(self) -> None:
+        if self._tag.startswith(_BLOCK_OPENERS):
+            self._held = ""
+            rest = self._tag[self._tag.index(">") + 1 :]
+            self._state = _State.CALLS
+            self._read_text(rest)
+        elif self._tag.startswith(_INVOKE_OPENERS):
+            # A call without a block around it.
+            rest = self._tag
+            self._begin_tag(closing=False)
+            self._read_text(rest)
+        elif not any(o.startswith(self._tag) for o in (*_BLOCK_OPENERS, *_INVOKE_OPENERS)):
+            self._not_a_block()
+
+    def _not_a_block(self) -> None:
+        """The marker did not open a block after all: it was text."""
+        text, self._held, self._tag = self._held + _DSML + self._tag, "", ""
+        self._state = self._outer
+        self._read_plain(text)
+
+    def _begin_tag(self, *, closing: bool) -> None:
+        self._held, self._tag, self._tag_closing = "", "", closing
+        self._state = _State.TAG
+
+    def _check_tag(self) -> None:
+        head = self._tag[:_MAX_TAG]
+        end = tag_end(head)
+        if end >= 0:
+            rest = self._tag[end + 1 :]
+            self._end_tag(read_tag(head[:end], closing=self._tag_closing))
+        elif len(head) == _MAX_TAG:
+            rest = self._tag[_MAX_TAG:]
+            self._end_tag(Tag("", self._tag_closing))
+        else:
+            return
+        self._read_text(rest)
+
+    def _end_tag(self, tag: Tag) -> None:
+        self._tag = ""
+        self._state = _State.INVOKE if self._in_call else _State.CALLS
+        match tag:
+            case Tag("calls", closing=True):
+                self._close_call()
+                self._state = _State.DONE
+            case Tag("invoke", closing=True):
+                self._close_call()
+                self._state = _State.CALLS
+            case Tag("invoke", closing=False, name=str() as name):
+                self._close_call()
+                self._calls.append(CallWriter(len(self._calls), name))
+                self._in_call = True
+                self._state = _State.INVOKE
+                self._append(ToolCallDelta(len(self._calls) - 1, name=name))
+            case Tag("parameter", closing=False) if self._in_call:
+                self._state = _State.VALUE
+                if tag.name is not None:
+                    self._arguments(self._calls[-1].begin(tag.name, string=tag.string))
+
+    def _close_call(self) -> None:
+        if self._in_call:
+            self._arguments(self._calls[-1].close())
+            self._in_call = False
+
+    def _arguments(self, piece: str) -> None:
+        if piece:
+            self._append(ToolCallDelta(len(self._calls) - 1, arguments=piece))
+
+    def _emit_text(self, text: str) -> None:
+        if not text:
+            return
+        self._strip = False
+        if self._state is _State.REASONING:
+            self._append(ReasoningDelta(text))
+            return
+        if self._json is not None:
+            text = self._json.push(text)
+        if text:
+            self._append(ContentDelta(text))
+
+    def _append(self, delta: Delta) -> None:
+        """Add to this push's deltas, joined to the last one where both are of one kind."""
+        last = self._out[-1] if self._out else None
+        match last, delta:
+            case (ReasoningDelta(a), ReasoningDelta(b)):
+                self._out[-1] = ReasoningDelta(a + b)
+            case (ContentDelta(a), ContentDelta(b)):
+                self._out[-1] = ContentDelta(a + b)
+            case (ToolCallDelta(i, None, a), ToolCallDelta(j, None, b)) if i == j:
+                self._out[-1] = ToolCallDelta(i, None, a + b)
+            case _:
+                self._out.append(delta)
