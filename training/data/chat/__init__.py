@@ -1,0 +1,1 @@
+"""Synthetic chat for the demo model: generators, word tables and rendering."""
