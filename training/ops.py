@@ -12,12 +12,29 @@ import torch
 from torch import Tensor
 
 _COMPILED = False
+_MIN_ELEMENTS = 0
 
 
-def set_compiled(on: bool) -> None:
-    """Use torch.compile for the pieces (CUDA training) or plain eager calls."""
-    global _COMPILED
+def set_compiled(on: bool, min_elements: int | None = None) -> None:
+    """Use torch.compile for calls on tensors of at least `min_elements`, or eager calls only."""
+    global _COMPILED, _MIN_ELEMENTS
     _COMPILED = on
+    if min_elements is not None:
+        _MIN_ELEMENTS = min_elements
+
+
+def is_compiled() -> bool:
+    """Whether the pieces are compiled."""
+    return _COMPILED
+
+
+def min_elements() -> int:
+    """The size from which calls are compiled."""
+    return _MIN_ELEMENTS
+
+
+def _large(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(x, Tensor) and x.numel() >= _MIN_ELEMENTS for x in args)
 
 
 class Piece:
@@ -29,7 +46,7 @@ class Piece:
         self.__name__ = fn.__name__
 
     def __call__(self, *args: Any) -> Any:
-        if not _COMPILED:
+        if not _COMPILED or not _large(args):
             return self.eager(*args)
         if self._compiled is None:
             self._compiled = torch.compile(self.eager, dynamic=False)
@@ -47,7 +64,7 @@ def rms(x: Tensor, w: Tensor, eps: float) -> Tensor:
     return (f * torch.rsqrt(f.square().mean(-1, keepdim=True) + eps) * w).to(x.dtype)
 
 
-rms_norm = Piece(rms)
+rms_norm = rms
 
 
 @Piece
@@ -57,7 +74,6 @@ def collapse_norm(streams: Tensor, mix: Tensor, w: Tensor, eps: float) -> Tensor
     return rms(u, w, eps)
 
 
-@Piece
 def collapse(streams: Tensor, mix: Tensor) -> Tensor:
     """sum_a mix_a X_a."""
     return (acc(streams) * mix[..., None]).sum(-2).to(streams.dtype)
@@ -75,7 +91,7 @@ def expand_fused(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tens
 
 def expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """post_b y + sum_a C_ab X_a -> streams."""
-    if _COMPILED:
+    if _COMPILED and _large((streams,)):
         return expand_fused(y, streams, post, comb)
     mixed = comb.transpose(-1, -2) @ acc(streams)
     return torch.addcmul(mixed, post[..., None], acc(y)[..., None, :]).to(streams.dtype)
@@ -99,7 +115,6 @@ def mixes(
     return pre, post, c
 
 
-@Piece
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Adjacent-pair rotation of the last 2*k channels; cos, sin [.., k] broadcast against x."""
     k2 = 2 * cos.shape[-1]

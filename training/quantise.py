@@ -13,10 +13,12 @@ FP4_MAX = 6.0
 
 
 def pow2_ceil(x: Tensor) -> Tensor:
-    """2^ceil(log2(x)) for x > 0, exact also on powers of two."""
-    mantissa, exponent = torch.frexp(x)
-    exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
-    return torch.ldexp(torch.ones_like(x), exponent)
+    """2^ceil(log2(x)) for normal x > 0, exact also on powers of two (exponent bits only)."""
+    if x.dtype == torch.float64:
+        mantissa = (1 << 52) - 1
+        return ((x.view(torch.int64) + mantissa) & ~mantissa).view(torch.float64)
+    mantissa = (1 << 23) - 1
+    return ((x.view(torch.int32) + mantissa) & ~mantissa).view(torch.float32)
 
 
 def round_e4m3(x: Tensor) -> Tensor:
