@@ -81,10 +81,10 @@ class _Section:
     def section(self, key: str) -> "_Section":
         return _Section(self.value(key), self.where(key))
 
-    def int(self, key: str, *, low: int = 0, high: int = _MAX_INT) -> int:
-        return self._int(self.value(key), self.where(key), low, high)
+    def integer(self, key: str, *, low: int = 0, high: int = _MAX_INT) -> int:
+        return self._integer(self.value(key), self.where(key), low, high)
 
-    def ints(
+    def integers(
         self, key: str, *, low: int = 0, high: int = _MAX_INT, max_len: int = _MAX_LIST
     ) -> tuple[int, ...]:
         values = self.value(key)
@@ -94,10 +94,10 @@ class _Section:
                 f"got {_show(values)}"
             )
         return tuple(
-            self._int(v, f"{self.where(key)}[{i}]", low, high) for i, v in enumerate(values)
+            self._integer(v, f"{self.where(key)}[{i}]", low, high) for i, v in enumerate(values)
         )
 
-    def float(self, key: str, *, low: float = 0.0, above: bool = False) -> float:
+    def number(self, key: str, *, low: float = 0.0, above: bool = False) -> float:
         value = self.value(key)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"{self.where(key)} must be a number, got {_show(value)}")
@@ -122,7 +122,7 @@ class _Section:
             if key not in self.read and key not in ACCEPTED_KEYS
         ]
 
-    def _int(self, value: object, where: str, low: int, high: int) -> int:
+    def _integer(self, value: object, where: str, low: int, high: int) -> int:
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"{where} must be an integer, got {_show(value)}")
         if not low <= value <= high:
@@ -245,21 +245,21 @@ def _check_fixed_behaviour(text: _Section, rope: _Section) -> None:
 
 def _special_tokens(top: _Section) -> dict[str, Any]:
     return {
-        "bos_token_id": top.int("bos_token_id"),
-        "eos_token_id": top.int("eos_token_id"),
-        "pad_token_id": top.int("pad_token_id"),
+        "bos_token_id": top.integer("bos_token_id"),
+        "eos_token_id": top.integer("eos_token_id"),
+        "pad_token_id": top.integer("pad_token_id"),
         "image_token_id": _optional_int(top, "image_token_id"),
     }
 
 
 def _optional_int(section: _Section, key: str) -> int | None:
     section.read.add(key)
-    return section.int(key) if section.has(key) else None
+    return section.integer(key) if section.has(key) else None
 
 
 def _sizes(text: _Section) -> dict[str, Any]:
     positive = {
-        name: text.int(name, low=1)
+        name: text.integer(name, low=1)
         for name in (
             "vocab_size",
             "hidden_size",
@@ -285,7 +285,7 @@ def _sizes(text: _Section) -> dict[str, Any]:
         )
     }
     bounded = {
-        name: text.int(name, low=low, high=high)
+        name: text.integer(name, low=low, high=high)
         for name, low, high in (
             ("num_hidden_layers", 1, 1024),
             ("num_nextn_predict_layers", 0, 64),
@@ -303,7 +303,7 @@ def _sizes(text: _Section) -> dict[str, Any]:
         )
     }
     lists = {
-        name: text.ints(name)
+        name: text.integers(name)
         for name in (
             "compress_ratios",
             "kv_source_layer_ids",
@@ -312,29 +312,29 @@ def _sizes(text: _Section) -> dict[str, Any]:
             "dspark_target_layer_ids",
         )
     }
-    lists["engram_num_embeddings"] = text.ints("engram_num_embeddings", high=_MAX_ENGRAM_ROWS)
-    gate_temp = text.float("gate_temp", above=True) if text.has("gate_temp") else 1.0
+    lists["engram_num_embeddings"] = text.integers("engram_num_embeddings", high=_MAX_ENGRAM_ROWS)
+    gate_temp = text.number("gate_temp", above=True) if text.has("gate_temp") else 1.0
     text.read.add("gate_temp")
     return {
         **positive,
         **bounded,
         **lists,
         "gate_temp": gate_temp,
-        "swiglu_limit": text.float("swiglu_limit", above=True),
-        "rms_norm_eps": text.float("rms_norm_eps"),
-        "routed_scaling_factor": text.float("routed_scaling_factor", above=True),
-        "hc_eps": text.float("hc_eps"),
+        "swiglu_limit": text.number("swiglu_limit", above=True),
+        "rms_norm_eps": text.number("rms_norm_eps"),
+        "routed_scaling_factor": text.number("routed_scaling_factor", above=True),
+        "hc_eps": text.number("hc_eps"),
     }
 
 
 def _rope(text: _Section, rope: _Section) -> dict[str, Any]:
     return {
-        "rope_theta": text.float("rope_theta", low=1.0, above=True),
-        "compress_rope_theta": text.float("compress_rope_theta", low=1.0, above=True),
-        "rope_factor": rope.float("factor", low=1.0),
-        "rope_beta_fast": rope.float("beta_fast", above=True),
-        "rope_beta_slow": rope.float("beta_slow", above=True),
-        "rope_original_max_positions": rope.int("original_max_position_embeddings", low=1),
+        "rope_theta": text.number("rope_theta", low=1.0, above=True),
+        "compress_rope_theta": text.number("compress_rope_theta", low=1.0, above=True),
+        "rope_factor": rope.number("factor", low=1.0),
+        "rope_beta_fast": rope.number("beta_fast", above=True),
+        "rope_beta_slow": rope.number("beta_slow", above=True),
+        "rope_original_max_positions": rope.integer("original_max_position_embeddings", low=1),
     }
 
 
@@ -342,5 +342,5 @@ def _vision(vision: _Section) -> tuple[tuple[str, int], ...]:
     """Sizes of the vision tower; empty where the tower has no layers (text-only checkpoint)."""
     vision.read.add("max_wh_ratio")
     vision.read.add("model_type")
-    sizes = tuple((key, vision.int(key)) for key in _VISION_INTS)
+    sizes = tuple((key, vision.integer(key)) for key in _VISION_INTS)
     return sizes if dict(sizes)["num_hidden_layers"] else ()

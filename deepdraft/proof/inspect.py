@@ -1,0 +1,214 @@
+"""`deepdraft inspect`: what a checkpoint holds, what a token costs, what fits on which GPUs.
+
+Owns: the report and its JSON form. Reads config.json and shard headers, never a weight; imports no
+torch. Knows nothing of: devices of this machine, the engine.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from deepdraft.arch import V41Args
+from deepdraft.checkpoint import totals
+from deepdraft.checkpoint.config import load_args
+from deepdraft.checkpoint.names import SKIP_RULES, Entry, tensor_table
+from deepdraft.checkpoint.shards import locate_tensors
+from deepdraft.errors import CheckpointError, ConfigError
+
+DEFAULT_GPUS = (1, 2, 4, 8)
+DEFAULT_GPU_GB = 141.0
+RESERVED_SHARE = 0.06
+"""Part of a GPU's memory that is never planned for."""
+WORKSPACE_BYTES = 2_000_000_000
+
+_DTYPE_REMARKS = {"I8": "two FP4 values a byte", "F8_E8M0": "scales"}
+_SPLIT_PARTS = (
+    "embed.weight",
+    "head.weight",
+    ".attn.wq_b.",
+    ".attn.wo_a.",
+    ".attn.wo_b.",
+    ".ffn.experts.",
+    ".ffn.shared_experts.",
+    "engram.wkv.",
+    "engram.embed.",
+    ".main_proj.",
+    ".markov_head.",
+)
+"""Tensors that tensor parallelism splits over the GPUs; each GPU holds all others whole."""
+
+
+def main(
+    path: str | os.PathLike[str],
+    as_json: bool = False,
+    gpus: int | None = None,
+    gpu_gb: float | None = None,
+    accept_keys: Iterable[str] = (),
+) -> int:
+    """Prints the report on a checkpoint directory or a config.json; returns the exit status 0.
+
+    Raises ConfigError and CheckpointError, whose messages say what is wrong.
+    """
+    report = inspect(path, gpus=gpus, gpu_gb=gpu_gb, accept_keys=accept_keys)
+    print(json.dumps(report, indent=2) if as_json else render(report))
+    return 0
+
+
+def inspect(
+    path: str | os.PathLike[str],
+    *,
+    gpus: int | None = None,
+    gpu_gb: float | None = None,
+    accept_keys: Iterable[str] = (),
+) -> dict[str, Any]:
+    """The report as JSON values. Sizes are bytes, `gb` and `gpu_gb` are 10**9 bytes."""
+    if gpus is not None and not 1 <= gpus <= 4096:
+        raise ConfigError(f"the number of GPUs must be in 1..4096, got {gpus}")
+    size_gb = DEFAULT_GPU_GB if gpu_gb is None else gpu_gb
+    if not 0 < size_gb <= 100_000:
+        raise ConfigError(f"the GPU's size must be in 0..100000 GB, got {size_gb:g}")
+    path = Path(path)
+    if not path.exists():
+        raise CheckpointError(
+            f"{path} does not exist; give a checkpoint directory or a config.json"
+        )
+    is_file = path.is_file()
+    args = load_args(path if is_file else path / "config.json", accept_unknown=accept_keys)
+    table = tensor_table(args)
+    shards = 0
+    if not is_file:
+        shards = len({place.shard for place in locate_tensors(path, table).values()})
+    return {
+        "path": str(path),
+        "files": "config only" if is_file else f"{shards} shards, every tensor accounted for",
+        "total": _total(totals.total_of(table.values())),
+        "backbone_params": totals.backbone_params(table.values()),
+        "groups": _totals(totals.totals_by(table.values(), "group")),
+        "dtypes": _totals(totals.totals_by(table.values(), "dtype")),
+        "modules": _totals(totals.totals_by(table.values(), "module")),
+        "skipped": {
+            rule: {"tensors": count, "why": why}
+            for rule, why in SKIP_RULES.items()
+            if (count := sum(entry.module == rule for entry in table.values()))
+        },
+        "state": _state(args),
+        "fits": [
+            _fit(args, table.values(), count, size_gb, engram_on_gpu=on_gpu)
+            for count in ((gpus,) if gpus else DEFAULT_GPUS)
+            for on_gpu in ((True, False) if args.engram_layer_ids else (True,))
+        ],
+    }
+
+
+def _total(total: totals.Total) -> dict[str, int]:
+    return {"tensors": total.tensors, "params": total.params, "bytes": total.num_bytes}
+
+
+def _totals(by_key: Mapping[str, totals.Total]) -> dict[str, dict[str, int]]:
+    return {key: _total(total) for key, total in by_key.items()}
+
+
+def _state(args: V41Args) -> dict[str, Any]:
+    per_token = totals.kv_bytes_per_token(args)
+    return {
+        "kv_bytes_per_token": int(per_token) if per_token.denominator == 1 else float(per_token),
+        "main_record_bytes": totals.main_record_bytes(args),
+        "index_record_bytes": totals.index_record_bytes(args),
+        "window_record_bytes": totals.window_record_bytes(args),
+        "constant_bytes": totals.constant_state_bytes(args),
+        "max_tokens": args.max_position_embeddings,
+        "bytes_at_max_tokens": int(per_token * args.max_position_embeddings)
+        + totals.constant_state_bytes(args),
+    }
+
+
+def is_split(name: str) -> bool:
+    """Whether tensor parallelism splits the tensor (or scale) of that name."""
+    return any(part in f".{name}" for part in _SPLIT_PARTS)
+
+
+def _fit(
+    args: V41Args, entries: Iterable[Entry], gpus: int, gpu_gb: float, *, engram_on_gpu: bool
+) -> dict[str, Any]:
+    """Weights and context of one model split over `gpus`; every GPU holds the whole KV."""
+    split = whole = host = 0
+    for entry in entries:
+        if entry.module in SKIP_RULES:
+            continue
+        if entry.group == "Engram tables" and not engram_on_gpu:
+            host += entry.num_bytes
+        elif is_split(entry.name):
+            split += entry.num_bytes
+        else:
+            whole += entry.num_bytes
+    weights = whole + -(-split // gpus)
+    usable = int(gpu_gb * 1e9 * (1 - RESERVED_SHARE)) - WORKSPACE_BYTES
+    free = usable - weights
+    for_tokens = free - totals.constant_state_bytes(args)
+    problem = ""
+    if args.o_groups % gpus:
+        problem = f"o_groups = {args.o_groups} does not divide by {gpus}"
+    elif for_tokens <= 0:
+        problem = "weights do not fit"
+    return {
+        "gpus": gpus,
+        "gpu_gb": gpu_gb,
+        "engram_tables": "gpu" if engram_on_gpu else "host",
+        "weight_bytes_per_gpu": weights,
+        "host_bytes": host,
+        "usable_bytes_per_gpu": usable,
+        "fits": not problem,
+        "problem": problem,
+        "context_tokens": 0 if problem else int(for_tokens / totals.kv_bytes_per_token(args)),
+    }
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """The report as text."""
+    total, state = report["total"], report["state"]
+    lines = [
+        f"{report['path']} ({report['files']})",
+        f"{total['tensors']:,} tensors, {total['params']:,} parameters, {total['bytes']:,} bytes",
+        f"{report['backbone_params']:,} backbone parameters",
+        "",
+        *_table("group", report["groups"], {}),
+        "",
+        *_table("dtype", report["dtypes"], _DTYPE_REMARKS),
+    ]
+    for rule, skipped in report["skipped"].items():
+        lines.append(f"skipped by rule '{rule}': {skipped['tensors']:,} tensors; {skipped['why']}")
+    per_token = state["kv_bytes_per_token"]
+    lines += [
+        "",
+        f"KV {per_token:,} B/token; records: main {state['main_record_bytes']}, "
+        f"index {state['index_record_bytes']}, window {state['window_record_bytes']} B",
+        f"one sequence: {state['constant_bytes']:,} B constant, {state['bytes_at_max_tokens']:,} B "
+        f"at {state['max_tokens']:,} tokens",
+        "",
+        f"What fits, tensor-parallel (GB = 10**9 bytes; {RESERVED_SHARE:.0%} and "
+        f"{WORKSPACE_BYTES / 1e9:g} GB of each GPU kept free; KV whole on every GPU)",
+        f"{'GPUs':>4} {'each GB':>8} {'Engram tables':>14} {'weights/GPU GB':>15} "
+        f"{'host GB':>8}  context tokens",
+    ]
+    for fit in report["fits"]:
+        tokens = fit["problem"] or f"{fit['context_tokens']:,}"
+        lines.append(
+            f"{fit['gpus']:>4} {fit['gpu_gb']:>8g} {fit['engram_tables']:>14} "
+            f"{fit['weight_bytes_per_gpu'] / 1e9:>15.3f} {fit['host_bytes'] / 1e9:>8.3f}  {tokens}"
+        )
+    return "\n".join(lines)
+
+
+def _table(
+    title: str, rows: Mapping[str, Mapping[str, int]], remarks: Mapping[str, str]
+) -> list[str]:
+    width = max(len(title), *(len(key) for key in rows))
+    lines = [f"{title:<{width}} {'tensors':>8} {'parameters':>19} {'bytes':>19}"]
+    for key, row in rows.items():
+        remark = f"  {remarks[key]}" if key in remarks else ""
+        lines.append(
+            f"{key:<{width}} {row['tensors']:>8,} {row['params']:>19,} {row['bytes']:>19,}{remark}"
+        )
+    return lines
