@@ -19,6 +19,32 @@ from deepdraft.quant.rounding import (
     round_e2m1,
     round_e4m3,
 )
+from deepdraft.quant.simulate import (
+    fake_fp4_e4m3_group16,
+    fake_fp8_group32,
+    fake_mxfp4_group32,
+)
+
+__all__ = [
+    "GROUP",
+    "decode_e2m1",
+    "decode_e4m3",
+    "decode_e8m0",
+    "dequantize_fp8_row",
+    "dequantize_fp8_tile",
+    "dequantize_mxfp4",
+    "encode_e2m1",
+    "encode_e4m3",
+    "encode_e8m0",
+    "fake_fp4_e4m3_group16",
+    "fake_fp8_group32",
+    "fake_mxfp4_group32",
+    "pack_nibbles",
+    "quantize_fp8_row",
+    "quantize_fp8_tile",
+    "quantize_mxfp4",
+    "unpack_nibbles",
+]
 
 GROUP = 32
 """Side of an FP8 weight tile; scale group of MXFP4 and of FP8 rows."""
