@@ -33,36 +33,28 @@ class Span:
     first: int
 
 
-@dataclass(slots=True)
 class Rotation:
     """Tables of one rotary base for the rows of a step."""
 
-    cos: Tensor
-    sin: Tensor
-    neg_sin: Tensor
-    swap: Tensor
-    narrow: tuple[Tensor, Tensor, Tensor] | None = None
-
-    def for_index(self, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """cos, sin [R, width] and the pair exchange for index channels, which turn as the last
-        `width` latent channels do."""
-        if self.narrow is None:
-            skip = self.swap.shape[0] - width
-            self.narrow = self.cos[:, skip:], self.sin[:, skip:], self.swap[skip:] - skip
-        return self.narrow
+    def __init__(self, rotary: Rotary, positions: Tensor, index_width: int) -> None:
+        """positions int64 [R]. Index channels turn as the last `index_width` latent channels do."""
+        cos, sin = rotary.table(positions)
+        self.swap = rotary.swap
+        self.rows = cos, sin, self.swap
+        self.cos, self.sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        self.neg_sin = -self.sin
+        skip = self.swap.shape[0] - index_width
+        narrow = self.swap[skip:] - skip
+        self.index_rows = cos[:, skip:], sin[:, skip:], narrow
+        self.index_heads = self.cos[:, :, skip:], self.sin[:, :, skip:], narrow
 
     def heads(self, x: Tensor) -> Tensor:
         """Rotate [R, H, C]."""
-        return rotate(x, self.cos.unsqueeze(1), self.sin.unsqueeze(1), self.swap)
+        return rotate(x, self.cos, self.sin, self.swap)
 
     def back(self, x: Tensor) -> Tensor:
         """Rotate [R, H, C] by minus the position."""
-        return rotate(x, self.cos.unsqueeze(1), self.neg_sin.unsqueeze(1), self.swap)
-
-
-def rotation(rotary: Rotary, positions: Tensor) -> Rotation:
-    cos, sin = rotary.table(positions)
-    return Rotation(cos, sin, -sin, rotary.swap)
+        return rotate(x, self.cos, self.neg_sin, self.swap)
 
 
 class StepRows:
@@ -127,9 +119,10 @@ class StepRows:
         for ratio in set(pool.ratios.values()):
             self.reach[ratio] = device_tensor((self.positions + 1) // ratio)
         position_t = device_tensor(self.positions)
-        self.rotate_window = rotation(rotary_window, position_t)
-        self.rotate_main = rotation(rotary_main, position_t)
-        self.rotate_pair = rotation(rotary_main, position_t - 1) if 2 in self.reach else None
+        ci = args.index_head_dim
+        self.rotate_window = Rotation(rotary_window, position_t, ci)
+        self.rotate_main = Rotation(rotary_main, position_t, ci)
+        self.rotate_pair = Rotation(rotary_main, position_t - 1, ci) if 2 in self.reach else None
         self.selection: dict[int, Selection] = {}
         self.kept_blocks: list[Tensor | None] | None = None
 
@@ -209,9 +202,9 @@ class Compressor:
         turn = rows.rotate_main if self.ratio == 1 else rows.rotate_pair
         assert turn is not None
         # Index keys come from the latent before rotation and rounding.
-        key = num.act(rms_norm(num.act(z @ self.wk), self.k_norm, self.eps))
-        key = num.act(rotate(key, *turn.for_index(self.index_width)))
-        entry = num.main_kv(num.act(rotate(z, turn.cos, turn.sin, turn.swap)))
+        key = num.act(rms_norm(num.act(torch.mm(z, self.wk)), self.k_norm, self.eps))
+        key = num.act(rotate(key, *turn.index_rows))
+        entry = num.main_kv(num.act(rotate(z, *turn.rows)))
         where = rows.entry_write(self.layer, skip_below)
         rows.pool.index[self.layer].index_copy_(0, where, num.index(key))
         rows.pool.main[self.layer].index_copy_(0, where, entry)
@@ -239,9 +232,8 @@ class Indexer:
         reach = rows.reach[self.ratio]
         if rows.longest_reach(self.ratio) <= self.take_all and record is None:
             return self._publish(index_ops.select_all(reach, args.index_topk), rows)
-        cos, sin, swap = rows.rotate_main.for_index(self.width)
         q = queries.view(-1, self.heads, self.width)
-        q = num.index(num.act(rotate(q, cos.unsqueeze(1), sin.unsqueeze(1), swap)))
+        q = num.index(num.act(rotate(q, *rows.rotate_main.index_heads)))
         w = num.act(head_weights * self.weight_scale)
         picks = []
         if self.role.publishes_candidates:
@@ -334,7 +326,7 @@ class Attention:
 
     def raw(self, u: Tensor) -> Tensor | None:
         """Projections of the unquantised input: compressor value and gate, index head weights."""
-        return None if self.w_raw is None else u @ self.w_raw
+        return None if self.w_raw is None else torch.mm(u, self.w_raw)
 
     def write_global(self, raw: Tensor, rows: StepRows, skip_below: list[int]) -> Tensor:
         """Store the main KV and index keys that this step's rows complete."""
@@ -344,10 +336,10 @@ class Attention:
     def latents(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """u [R, D] -> query latent [R, q_lora], queries before rotation [R, *], window key [R, C]."""
         num, rank = self.num, self.q_norm.shape[0]
-        h = num.act(num.fp8(u) @ self.w_in)
+        h = num.act(torch.mm(num.fp8(u), self.w_in))
         c = num.act(rms_norm(h[:, :rank], self.q_norm, self.eps))
         kv = num.act(rms_norm(h[:, rank:], self.kv_norm, self.eps))
-        return c, num.act(num.fp8(c) @ self.w_query), kv
+        return c, num.act(torch.mm(num.fp8(c), self.w_query)), kv
 
     def __call__(
         self,
@@ -397,4 +389,4 @@ class Attention:
         num = self.num
         groups = o.reshape(o.shape[0], self.args.o_groups, -1).transpose(0, 1)
         t = num.act(torch.bmm(groups, self.wo_a)).transpose(0, 1).reshape(o.shape[0], -1)
-        return num.act(num.fp8(t) @ self.wo_b)
+        return num.act(torch.mm(num.fp8(t), self.wo_b))

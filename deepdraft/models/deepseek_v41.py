@@ -85,7 +85,7 @@ class Block:
         write_from: list[int] | None,
         record: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Streams X [R, S, D] and mix p [R, S] through the block (notes 2.4).
+        """Streams X [R, S, D] and mix p [R, 1, S] through the block (notes 2.4).
 
         `write_from`: per sequence, the first position whose global KV this step writes; None: none.
         """
@@ -165,8 +165,8 @@ class DeepseekV41:
         where = {"dtype": dtype, "device": device}
         self.rotary_window = Rotary(**shape, theta=args.rope_theta, yarn=None, **where)
         self.rotary_main = Rotary(**shape, theta=args.compress_rope_theta, yarn=yarn, **where)
-        first = torch.zeros(args.hc_mult, dtype=dtype, device=device)
-        first[0] = 1.0
+        first = torch.zeros(1, 1, args.hc_mult, dtype=dtype, device=device)
+        first[..., 0] = 1.0
         self.first_mix = first
         self.drafter = (
             Drafter(args, weights, num, self.rotary_window, self.embed, self.head, first)
@@ -195,7 +195,7 @@ class DeepseekV41:
         ids = list(token_ids) + list(token_ids[-1:]) * (padded - len(token_ids))
         e = self.embed.index_select(0, torch.tensor(ids, device=self.device))
         x = e.unsqueeze(1).expand(-1, self.args.hc_mult, -1).contiguous()
-        return self.num.act(x), self.first_mix.expand(padded, -1)
+        return self.num.act(x), self.first_mix.expand(padded, -1, -1)
 
     def _engram_rows(self, rows: StepRows, texts: Sequence[Sequence[int]]) -> Tensor | None:
         """Table rows of every Engram layer: int64 [layers, R, G * H].
@@ -442,7 +442,7 @@ class DeepseekV41:
             rows = self._rows([(state, at, end - at)])
             x, p = x_all[at - start : end - start], p_all[at - start : end - start]
             if rows.padded > end - at:
-                x, p = x.expand(rows.padded, -1, -1), p.expand(rows.padded, -1)
+                x, p = x.expand(rows.padded, -1, -1), p.expand(rows.padded, -1, -1)
             x, p, taps = self._run(x, p, rows, layers, None, None)
             if taps:
                 taps_all.append(torch.cat(taps, 1)[: end - at])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deepdraft.arch import V41Args
 from deepdraft.errors import StateError
-from deepdraft.models.csa import Attention, Rotation, rotation
+from deepdraft.models.csa import Attention, Rotation
 from deepdraft.models.layers import Numerics, Weights
 from deepdraft.models.moe import MoE
 from deepdraft.models.state import SequenceState
@@ -134,6 +134,9 @@ class Drafter:
         self.markov_head = weights.linear(f"{last}.markov_head.head.weight")
         self.confidence = weights.vector(f"{last}.confidence_head.proj.weight").view(-1)
 
+    def _turn(self, positions: Tensor) -> Rotation:
+        return Rotation(self.rotary, positions, self.args.index_head_dim)
+
     def condition(self, taps: Tensor) -> Tensor:
         """taps [n, taps * D] -> mu [n, D] (notes 6.1)."""
         num = self.num
@@ -162,13 +165,13 @@ class Drafter:
             taps = taps.expand(2, -1)
             rows, positions = rows.expand(2), positions.repeat(2)
         mu = num.fp8(self.condition(taps))
-        turn = rotation(self.rotary, torch.from_numpy(positions).to(taps.device))
+        turn = self._turn(torch.from_numpy(positions).to(taps.device))
         rank = self.blocks[0].attention.q_norm.shape[0]
         for block in self.blocks:
             attn = block.attention
             kv = num.act(mu @ attn.w_in[:, rank:])
             kv = num.act(rms_norm(kv, attn.kv_norm, attn.eps))
-            kv = num.window_kv(num.act(rotate(kv, turn.cos, turn.sin, turn.swap)))
+            kv = num.window_kv(num.act(rotate(kv, *turn.rows)))
             pool.window[block.window_row].index_copy_(0, rows, kv)
         state.drafter_tokens = first + n
 
@@ -201,12 +204,12 @@ class Drafter:
         bias = np.append(np.where(look >= max(0, state.drafter_floor), 0.0, -np.inf), 0.0)
         address_t = torch.from_numpy(address).to(device)
         bias_t = torch.from_numpy(bias).to(device=device, dtype=num.dtype)
-        turn = rotation(self.rotary, torch.arange(n + 1, n + 1 + rows, device=device))
+        turn = self._turn(torch.arange(n + 1, n + 1 + rows, device=device))
         ids = torch.tensor(
             [token_id] + [args.dspark_noise_token_id] * (rows - 1), device=device
         )
         x = self.embed.index_select(0, ids).unsqueeze(1).expand(-1, args.hc_mult, -1)
-        x, p = num.act(x.contiguous()), self.first_mix.expand(rows, -1)
+        x, p = num.act(x.contiguous()), self.first_mix.expand(rows, -1, -1)
         for m, layer in enumerate(self.blocks):
             context = pool.window[layer.window_row].index_select(0, address_t)
             note = record.setdefault(f"M{m}", {}) if record is not None else None

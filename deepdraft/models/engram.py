@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepdraft.arch import V41Args
 from deepdraft.models.layers import Numerics, Weights
-from deepdraft.ops.elementwise import sigmoid
+from deepdraft.ops.elementwise import inverse_rms, sigmoid
 from deepdraft.ops.engram_hash import EngramTables, hash_rows
 
 
@@ -65,11 +65,10 @@ class Engram:
         """X [R, S, D] plus what the memory holds for these rows (notes 5.3)."""
         num, s = self.num, self.streams
         e = self.lookup(rows)
-        kv = num.act(num.fp8(e) @ self.wkv).view(-1, s + 1, self.hidden)
+        kv = num.act(torch.mm(num.fp8(e), self.wkv)).view(-1, s + 1, self.hidden)
         key, value = kv[:, :s], kv[:, s:]
         dot = (x * self.gate).mul_(key).sum(-1)
-        dot.mul_(x.square().mean(-1).add_(self.eps).rsqrt_())
-        dot.mul_(key.square().mean(-1).add_(self.eps).rsqrt_())
+        dot.mul_(inverse_rms(x, self.eps).squeeze(-1)).mul_(inverse_rms(key, self.eps).squeeze(-1))
         gate = sigmoid(dot.sign() * dot.abs().clamp_(min=1e-6).sqrt_())
         if record is not None:
             record.update(emb=e, kv=kv.flatten(1), dot=dot, gate=gate)

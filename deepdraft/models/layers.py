@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deepdraft.errors import ConfigError
 from deepdraft.ops import attention
+from deepdraft.quant import formats
 
 NumericsName = Literal["exact", "qsim", "quant"]
 
@@ -73,8 +74,6 @@ def make_numerics(name: str, dtype: torch.dtype = torch.float32) -> Numerics:
     if name == "exact":
         return Numerics("exact", dtype, _same, _same, _same, _same, _same, attention.sink_attention)
     if name in ("qsim", "quant"):
-        from deepdraft.quant import simulate as formats
-
         quant = name == "quant"
         return Numerics(
             "quant" if quant else "qsim",

@@ -22,6 +22,16 @@ class MoE:
         self.gate = weights.linear(f"{prefix}.gate.weight")
         self.bias = weights.vector(f"{prefix}.gate.bias")
         self.w13, self.w2 = weights.experts(prefix, experts)
+        self._shared: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def _shared_pick(self, rows: int) -> tuple[Tensor, Tensor]:
+        """The last pick of every row: the shared expert, with weight 1. Kept by row count."""
+        if rows not in self._shared:
+            self._shared[rows] = (
+                torch.full((rows, 1), self.experts, device=self.gate.device),
+                self.gate.new_ones(rows, 1),
+            )
+        return self._shared[rows]
 
     def __call__(self, v: Tensor, num_rows: int, record: dict[str, Tensor] | None) -> Tensor:
         """v [R, D], normed -> [R, D]."""
@@ -32,12 +42,11 @@ class MoE:
         if record is not None:
             scores = moe_ops.softplus(v @ self.gate).sqrt_()
             record.update(experts=picks, weights=weights.clone(), scores_router=scores)
-        rows = v.shape[0]
-        shared = picks.new_full((rows, 1), self.experts)
+        shared, one = self._shared_pick(v.shape[0])
         y = moe_ops.expert_products(
             num.fp8(v),
             torch.cat([picks, shared], 1),
-            torch.cat([weights, weights.new_ones(rows, 1)], 1),
+            torch.cat([weights, one], 1),
             self.w13,
             self.w2,
             limit=self.limit,

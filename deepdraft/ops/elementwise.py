@@ -8,6 +8,7 @@ whose bits do not depend on the position in the array.
 Letters: R rows, S residual streams, D hidden, H heads, C channels.
 """
 
+import functools
 import math
 
 import torch
@@ -16,14 +17,34 @@ from torch import Tensor
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x [..., C] over its root mean square, times `weight` [C]. Same dtype as x."""
-    scale = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    y = x * scale
+    y = x * inverse_rms(x, eps)
     return y if weight is None else y.mul_(weight)
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """(mean(x**2) + eps) ** -0.5 over the last axis, which is kept: [..., 1]."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return torch.addcmul(_constant(eps, x), norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
+
+
+@functools.cache
+def _cached_constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(value, dtype=dtype, device=device)
+
+
+def _constant(value: float, like: Tensor) -> Tensor:
+    """A scalar as a tensor, made once: operations with Python scalars make one at every call."""
+    return _cached_constant(value, like.dtype, like.device)
 
 
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + exp(-x)), elementwise; saturates to 0 and 1 without NaN."""
-    return x.neg().exp_().add_(1.0).reciprocal_()
+    return x.neg().exp_().add_(_constant(1.0, x)).reciprocal_()
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x), elementwise."""
+    return x / x.neg().exp_().add_(_constant(1.0, x))
 
 
 def softplus(x: Tensor) -> Tensor:
@@ -104,8 +125,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, swap: Tensor) -> Tensor:
 class HyperMix:
     """Coefficients of one sublayer's manifold-constrained hyper-connection (report 2.4.1).
 
-    From streams X [R, S, D]: `pre` [R, S] collapses the streams for the *next* sublayer, `post` [R, S]
-    and `comb` [R, S, S] write this sublayer's output back; comb[r, a, b] mixes stream a into b.
+    From streams X [R, S, D]: `pre` [R, 1, S] collapses the streams for the *next* sublayer, `post`
+    [R, 1, S] and `comb` [R, S, S] write this sublayer's output back; comb[r, a, b] mixes stream a into b.
     """
 
     def __init__(
@@ -128,29 +149,31 @@ class HyperMix:
         self.row_sum = torch.kron(eye, ones).to(base.device)
         self.col_sum = torch.kron(ones, eye).to(base.device)
         self.eps = base.new_full((s * s,), eps)
+        self.one = base.new_ones(())
 
     def __call__(self, x: Tensor, norm_eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        """X [R, S, D] -> pre [R, S], post [R, S], comb [R, S, S]."""
+        """X [R, S, D] -> pre [R, 1, S], post [R, 1, S], comb [R, S, S]."""
         s = self.streams
-        flat = x.flatten(1)
-        scale = flat.square().mean(-1, keepdim=True).add_(norm_eps).rsqrt_()
-        mix = torch.addcmul(self.base, (flat @ self.fn_t).mul_(scale), self.scale)
-        gates = mix[:, : 2 * s].exp().add_(1.0).reciprocal_()
+        flat = x.view(-1, self.fn_t.shape[0])
+        mix = torch.mm(flat, self.fn_t).mul_(inverse_rms(flat, norm_eps))
+        gates, comb = torch.addcmul(self.base, mix, self.scale).split((2 * s, s * s), 1)
+        gates = gates.exp().add_(self.one).reciprocal_()
         gates = torch.addcmul(self.gate_bias, gates, self.gate_scale)
-        comb = mix[:, 2 * s :].view(-1, s, s).softmax(-1).view(-1, s * s).add_(self.eps)
+        pre, post = gates.view(-1, 2, s).split(1, 1)
+        comb = comb.view(-1, s, s).softmax(-1).view(-1, s * s).add_(self.eps)
         comb.div_(torch.addmm(self.eps, comb, self.col_sum))
         for _ in range(self.iters - 1):
             comb.div_(torch.addmm(self.eps, comb, self.row_sum))
             comb.div_(torch.addmm(self.eps, comb, self.col_sum))
-        return gates[:, :s], gates[:, s:], comb.view(-1, s, s)
+        return pre, post, comb.view(-1, s, s)
 
 
 def collapse(x: Tensor, mix: Tensor) -> Tensor:
-    """Streams X [R, S, D] to one vector [R, D]: sum over a of mix[r, a] X[r, a]."""
-    return torch.bmm(mix.unsqueeze(1), x).squeeze(1)
+    """Streams X [R, S, D] to one vector [R, D]: sum over a of mix[r, 0, a] X[r, a]."""
+    return torch.bmm(mix, x).squeeze(1)
 
 
 def expand(y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """Write y [R, D] back into X [R, S, D]: out_b = post_b y + sum over a of comb_ab X_a."""
-    written = post.unsqueeze(2) * y.unsqueeze(1)
+    written = post.transpose(1, 2) * y.unsqueeze(1)
     return torch.baddbmm(written, comb.transpose(1, 2), x)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from deepdraft.ops.elementwise import sigmoid, softplus
+from deepdraft.ops.elementwise import silu, softplus
 
 
 def gathers(num_rows: int, k: int, experts: int) -> bool:
@@ -28,7 +28,7 @@ def route(
 
     Scores are sqrt(softplus(gate x)); the bias takes part in the choice only.
     """
-    logits = x @ gate_t
+    logits = torch.mm(x, gate_t)
     if temperature != 1.0:
         logits = logits / temperature
     scores = softplus(logits).sqrt_()
@@ -54,7 +54,7 @@ def expert_products(
     x [R, D] (already quantised where the numerics ask for it), picks and weights [R, K], w13 [E, D, 2F] (gate
     then up), w2 [E, F, D]. `round_up` rounds the first products and the second ones as
     the numerics ask, `quantise` the input of the second product.
-    `num_rows`: rows that count; the rest is padding and gets zeros or anything finite.
+    `num_rows`: rows that count: all, or one that is followed by its copy.
     """
     if gathers(num_rows, picks.shape[1], w13.shape[0]):
         return _gathered(x, picks, weights, w13, w2, limit, num_rows, round_up, quantise)
@@ -63,8 +63,7 @@ def expert_products(
 
 def _activate(h: Tensor, limit: float) -> Tensor:
     gate, up = h.chunk(2, -1)
-    gate = gate.clamp(max=limit)
-    return sigmoid(gate).mul_(gate).mul_(up.clamp(-limit, limit))
+    return silu(gate.clamp(max=limit)).mul_(up.clamp(-limit, limit))
 
 
 def _gathered(
@@ -78,21 +77,22 @@ def _gathered(
     round_up: Callable[[Tensor], Tensor],
     quantise: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    rows, k = x.shape[0], picks.shape[1]
-    flat = picks[:num_rows].reshape(-1)
-    # Two equal rows a product: a product of one row takes another path in BLAS, with other bits.
-    pairs = x[:num_rows].view(num_rows, 1, 1, -1).expand(num_rows, k, 2, -1)
-    h = torch.bmm(pairs.reshape(num_rows * k, 2, -1), w13.index_select(0, flat))
-    f = _activate(round_up(h), limit).mul_(weights[:num_rows].reshape(-1, 1, 1))
+    n, k = num_rows, picks.shape[1]
+    if n == 1:
+        picks, weights = picks[:1], weights[:1]
+    # Two equal rows a product: a product of one row takes another path in BLAS, with other bits. A
+    # single row is padded to two already.
+    pairs = x.unsqueeze(0) if n == 1 else x.unsqueeze(1).expand(-1, 2, -1)
+    pairs = pairs.unsqueeze(1).expand(-1, k, -1, -1).reshape(n * k, 2, -1)
+    flat = picks.reshape(-1)
+    h = torch.bmm(pairs, w13.index_select(0, flat))
+    f = _activate(round_up(h), limit).mul_(weights.reshape(-1, 1, 1))
     y = round_up(torch.bmm(quantise(round_up(f)), w2.index_select(0, flat)))
-    y = y.view(num_rows, k, 2, -1)
-    out = y[:, 0]
-    for i in range(1, k):
-        out = out + y[:, i]
-    if rows == 2 and num_rows == 1:
-        return out.reshape(2, -1)  # the padding row repeats the only row
-    out = out[:, 0]
-    return out if rows == num_rows else torch.cat([out, out[-1:].expand(rows - num_rows, -1)])
+    first, *rest = y.view(n, k, 2, -1).unbind(1)
+    out = first
+    for part in rest:
+        out = out + part
+    return out.squeeze(0) if n == 1 else out[:, 0]
 
 
 def _dense(
@@ -112,7 +112,8 @@ def _dense(
     f = _activate(round_up(h), limit).mul_(spread.t().unsqueeze(-1))
     y = round_up(torch.bmm(quantise(round_up(f)), w2)).transpose(0, 1)
     picked = y.gather(1, picks.unsqueeze(-1).expand(-1, -1, y.shape[-1]))
-    out = picked[:, 0]
-    for i in range(1, k):
-        out = out + picked[:, i]
+    first, *rest = picked.unbind(1)
+    out = first
+    for part in rest:
+        out = out + part
     return out
