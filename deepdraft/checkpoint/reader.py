@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deepdraft.arch import V41Args
 from deepdraft.checkpoint.config import load_args
-from deepdraft.checkpoint.names import SKIP_RULES, Entry, Format, tensor_table
+from deepdraft.checkpoint.names import SKIP_RULES, Entry, tensor_table
 from deepdraft.checkpoint.shards import Nearest, Stored, locate_tensors
 from deepdraft.errors import CheckpointError
 from deepdraft.quant.formats import (
@@ -36,7 +36,7 @@ _DEQUANTIZE = {
 _VIEWS = {"bf16": torch.bfloat16, "f32": torch.float32}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Packed:
     """A tensor as it is stored: memory-mapped, private to the process (writes reach no file)."""
 
@@ -44,7 +44,8 @@ class Packed:
     """uint8 for `fp8_tile`, `fp8_row` (E4M3 codes), `mxfp4` (two codes a byte); else bf16, f32."""
     scales: Tensor | None
     """E8M0 bytes (uint8), None for plain formats."""
-    format: Format
+    format: str
+    """A `Format` of `deepdraft.checkpoint.names`."""
 
 
 class Checkpoint:
