@@ -1,0 +1,1 @@
+"""Tests of prompts, tokenizer, output parser and request rules."""
