@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import sources
-from .chat import apps, core, numbers, stories, talk
+from .chat import apps, core, dictionary, numbers, stories, talk
 from .chat.core import Item, Rendered
 
 SEED = 20261129
@@ -61,3 +61,49 @@ def chat_groups(scale: float = 1.0) -> Iterator[tuple[Group, list[Rendered]]]:
             rendered.append(r)
             (group.val if r.held_out else group.train).append(text)
         yield group, rendered
+
+
+LIMITS = {"sympy": 9_000_000, "phaser": 6_000_000, "state-of-the-union": 5_000_000}  # characters
+KIND_WEIGHT = {"docs": 18.0, "code": 17.0, "prose": 12.0}
+DICTIONARY_WORDS = 60_000
+
+
+def _split(key: str) -> bool:
+    """True for the one document in 50 that is held out."""
+    return zlib.crc32(key.encode()) % 50 == 0
+
+
+def text_groups(where: dict[str, Path], scale: float = 1.0) -> list[tuple[str, Group]]:
+    """(kind, group) of each source of running text; weights follow size to the power 0.6."""
+    out = []
+    for source in sources.plain_sources(where):
+        docs = list(source.docs)
+        random.Random(f"{SEED} {source.name}").shuffle(docs)
+        limit = int(LIMITS.get(source.name, 10**9) * scale if scale == 1.0 else 6_000_000 * scale)
+        group = Group(source.name, source.license, 0.0, source.packages)
+        taken = 0
+        for i, (name, text) in enumerate(docs):
+            if taken >= limit:
+                break
+            taken += len(text)
+            (group.val if i == 0 or _split(name) else group.train).append(text)
+        out.append((source.kind, group))
+    for kind, total in KIND_WEIGHT.items():
+        sizes = {g.name: sum(map(len, g.train)) ** 0.6 for k, g in out if k == kind}
+        for k, group in out:
+            if k == kind:
+                group.weight = total * sizes[group.name] / sum(sizes.values())
+    return out
+
+
+def dictionary_group(where: dict[str, Path], scale: float = 1.0) -> tuple[Group, list[Rendered]]:
+    """WordNet senses as chat."""
+    rng = random.Random(f"{SEED} dictionary")
+    group = Group("wordnet-chat", "WordNet-3.0", 8.0, ("wordnet-base",), chat=True)
+    senses = sources.wordnet_senses(where["wordnet-base"])
+    rendered = []
+    for item in dictionary.items(rng, senses, int(DICTIONARY_WORDS * scale)):
+        r = core.render(item, rng)
+        rendered.append(r)
+        (group.val if r.held_out else group.train).append(r.prompt + r.answer)
+    return group, rendered

@@ -13,6 +13,7 @@ from typing import Any
 
 import deepseek_recipe as recipe
 
+BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"
 _ENCODER = recipe.DeepseekV41Encoding()
 
