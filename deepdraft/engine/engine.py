@@ -35,15 +35,15 @@ class ModelRunner(Protocol):
         """A new, empty sequence."""
         ...
 
-    def close_sequence(self, handle: Any) -> None:
+    def close_sequence(self, handle: Any, /) -> None:
         """Frees a sequence."""
         ...
 
-    def prefill(self, handle: Any, token_ids: list[int], *, final: bool) -> Tensor | None:
+    def prefill(self, handle: Any, token_ids: list[int], /, *, final: bool) -> Tensor | None:
         """Appends a part of a prompt; logits [V] after its last token when `final`."""
         ...
 
-    def step(self, batch: list[tuple[Any, list[int]]]) -> Tensor:
+    def step(self, batch: list[tuple[Any, list[int]]], /) -> Tensor:
         """Appends tokens to each sequence; logits [rows, V], one row a token."""
         ...
 

@@ -5,14 +5,17 @@ Knows nothing of: HTTP, requests.
 """
 
 import hashlib
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from deepdraft import __version__
 from deepdraft.arch import V41Args
 from deepdraft.config import EngineConfig
 from deepdraft.engine.engine import ModelRunner
-from deepdraft.errors import CheckpointError
+from deepdraft.errors import CheckpointError, ConfigError
+from deepdraft.text.conversation import Family
 from deepdraft.text.tokenizer import Tokenizer
 
 
@@ -26,6 +29,9 @@ class LoadedModel:
     name: str
     eos_token_id: int
     bos_token_id: int | None
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    """Sampling settings of the checkpoint's own generation_config.json, by request field."""
+    family: Family = "v4.1"
     fingerprint: str
     """Changes with anything that can change the answers: weights, numerics, prefill, version."""
 
@@ -68,6 +74,7 @@ def load_engine(
         name=name or path.resolve().name,
         eos_token_id=args.eos_token_id,
         bos_token_id=args.bos_token_id,
+        sampling_defaults=_sampling_defaults(path / "generation_config.json"),
         fingerprint=_fingerprint(path, [repr(args), options.numerics, options.prefill]),
     )
 
@@ -82,3 +89,38 @@ def _fingerprint(path: Path, settings: list[str]) -> str:
             stream.seek(max(0, shard.stat().st_size - (1 << 20)))
             digest.update(stream.read())
     return f"fp_{digest.hexdigest()[:12]}"
+
+
+# Field, lowest and highest value: what a generation_config.json may preset.
+_PRESETS = {
+    "temperature": (0.0, 2.0),
+    "top_p": (1e-9, 1.0),
+    "top_k": (0, 1 << 31),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+}
+
+
+def _sampling_defaults(file: Path) -> dict[str, float]:
+    """Presets of the optional generation_config.json. Raises ConfigError for a wrong value."""
+    try:
+        values = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} must hold an object")
+    presets: dict[str, float] = {}
+    for name, (low, high) in _PRESETS.items():
+        value = values.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{file}: {name} must be a number, got {value!r}")
+        if not low <= value <= high:
+            raise ConfigError(f"{file}: {name} must lie in {low}..{high}, got {value}")
+        presets[name] = value
+    if values.get("do_sample") is False:
+        presets["temperature"] = 0.0
+    return presets

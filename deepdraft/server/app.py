@@ -1,0 +1,237 @@
+"""The HTTP application: routes, body limits, errors as responses.
+
+Owns: which path does what, and the status and headers of every answer.
+Knows nothing of: prompts, sampling, signals, sockets. Importing it does not import torch.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from deepdraft import __version__
+from deepdraft.errors import DeepdraftError, RequestError
+from deepdraft.server import schema
+from deepdraft.server.service import Service
+from deepdraft.telemetry import logger
+
+if TYPE_CHECKING:
+    from deepdraft.server.job import Job
+
+PREFIXES = ("/v1", "", "/beta")
+# A bigger body is read into a job on a worker thread: tokenising it would stall every stream.
+_BIG_BODY_BYTES = 32 << 10
+
+Handler = Callable[[Request], Awaitable[ASGIApp]]
+
+
+class BodyTooLarge(RequestError):
+    """The body is larger than the server reads."""
+
+    http_status = 413
+    code = "body_too_large"
+
+
+def json_response(
+    content: Any, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    """A JSON answer."""
+    return Response(
+        msgspec.json.encode(content),
+        status_code=status,
+        headers=headers,
+        media_type="application/json",
+    )
+
+
+def error_response(error: Exception, retry_after_s: int) -> Response:
+    """The answer for an error; 503 carries Retry-After."""
+    from deepdraft.server.stream import error_body
+
+    status = error.http_status if isinstance(error, DeepdraftError) else 500
+    headers = {"retry-after": str(retry_after_s)} if status == 503 else None
+    return json_response(error_body(error), status, headers)
+
+
+def create_app(service: Service) -> ASGIApp:
+    """The application over a service; its start begins to load, its end closes the service."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncGenerator[None]:
+        service.start()
+        yield
+        await asyncio.to_thread(service.close)
+
+    handlers = Handlers(service)
+    routes = [
+        Route("/healthz", handlers.guard(handlers.healthz), methods=["GET"]),
+        Route("/readyz", handlers.guard(handlers.readyz), methods=["GET"]),
+    ]
+    for prefix in PREFIXES:
+        for path, handler, method in (
+            ("/chat/completions", handlers.chat, "POST"),
+            ("/completions", handlers.completions, "POST"),
+            ("/models", handlers.models, "GET"),
+            ("/models/{name:path}", handlers.model, "GET"),
+        ):
+            routes.append(Route(prefix + path, handlers.guard(handler), methods=[method]))
+    return Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        exception_handlers={HTTPException: handlers.http_error},
+    )
+
+
+class Handlers:
+    """What the routes do."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.settings = service.config.server
+
+    def guard(self, handler: Handler) -> Callable[[Request], Awaitable[ASGIApp]]:
+        """Turns every error of a handler into an answer."""
+
+        async def guarded(request: Request) -> ASGIApp:
+            try:
+                return await handler(request)
+            except ClientDisconnect:
+                return _nobody
+            except DeepdraftError as error:
+                return self.error(error)
+            except Exception as error:
+                logger.exception("%s %s failed", request.method, request.url.path)
+                return self.error(error)
+
+        return guarded
+
+    def error(self, error: Exception) -> Response:
+        """The answer for an error."""
+        return error_response(error, self.settings.retry_after_s)
+
+    async def http_error(self, request: Request, error: Exception) -> Response:
+        """Unknown paths and methods, in the same error shape."""
+        assert isinstance(error, HTTPException)
+        messages = {
+            404: f"there is no {request.url.path} here",
+            405: f"{request.url.path} does not take {request.method}",
+        }
+        body = {
+            "message": messages.get(error.status_code, error.detail),
+            "type": "invalid_request_error",
+            "param": None,
+            "code": "not_found" if error.status_code == 404 else "invalid_request_error",
+        }
+        return json_response({"error": body}, error.status_code, dict(error.headers or {}))
+
+    async def healthz(self, request: Request) -> Response:
+        """200 while the process can answer, 503 once the model cannot come back by itself."""
+        body = {**self.service.health(), "version": __version__}
+        return json_response(body, 503 if body["state"] == "failed" else 200)
+
+    async def readyz(self, request: Request) -> Response:
+        """200 only after loading and a warm-up step, and not while draining."""
+        self.service.ready()
+        return json_response({"state": "ready"})
+
+    async def models(self, request: Request) -> Response:
+        """The names that are served."""
+        _, view = self.service.ready()
+        return json_response({"object": "list", "data": [_model(view, n) for n in view.names]})
+
+    async def model(self, request: Request) -> Response:
+        """One served name."""
+        _, view = self.service.ready()
+        name = self.service.resolve_name(request.path_params["name"], view)
+        return json_response(_model(view, name))
+
+    async def chat(self, request: Request) -> ASGIApp:
+        """POST /v1/chat/completions."""
+        engine, view = self.service.ready()
+        body = await self.body(request)
+
+        def make() -> "Job":
+            from deepdraft.server.chat import chat_job
+
+            fields, ignored = schema.read_body(body, schema.ChatRequest)
+            name = self.service.resolve_name(fields.model, view)
+            return chat_job(fields, name, view, ignored)
+
+        return await self.answer(request, engine, await _make(make, body))
+
+    async def completions(self, request: Request) -> ASGIApp:
+        """POST /v1/completions."""
+        engine, view = self.service.ready()
+        body = await self.body(request)
+
+        def make() -> "Job":
+            from deepdraft.server.completions import completion_job
+
+            fields, ignored = schema.read_body(body, schema.CompletionRequest)
+            name = self.service.resolve_name(fields.model, view)
+            return completion_job(fields, name, view, ignored)
+
+        return await self.answer(request, engine, await _make(make, body))
+
+    async def answer(self, request: Request, engine: Any, job: "Job") -> ASGIApp:
+        """Queues a job and answers with its stream, or with its whole response."""
+        from deepdraft.server.stream import StreamResponse, collect, frames, until_disconnect
+
+        headers = {"x-request-id": job.id}
+        if job.ignored:
+            headers["x-deepdraft-ignored"] = schema.header_value(job.ignored)
+        events = engine.stream(job.requests)
+        if job.stream:
+            return StreamResponse(
+                frames(job, events, self.settings.keep_alive_s), events.close, headers
+            )
+        work = asyncio.ensure_future(collect(job, events))
+        try:
+            done = await until_disconnect(request.receive, work)
+        finally:
+            work.cancel()
+            events.close()
+        return json_response(work.result(), headers=headers) if done else _nobody
+
+    async def body(self, request: Request) -> bytes:
+        """The request's body. Raises BodyTooLarge before more than the limit is held."""
+        limit = self.settings.max_body_bytes
+        error = BodyTooLarge(f"the body is larger than the {limit} bytes this server reads")
+        length = request.headers.get("content-length", "")
+        if length.isascii() and length.isdigit() and int(length) > limit:
+            raise error
+        parts, total = [], 0
+        async for part in request.stream():
+            total += len(part)
+            if total > limit:
+                raise error
+            parts.append(part)
+        return b"".join(parts)
+
+
+async def _make(make: Callable[[], "Job"], body: bytes) -> "Job":
+    if len(body) > _BIG_BODY_BYTES:
+        return await asyncio.to_thread(make)
+    return make()
+
+
+async def _nobody(scope: Scope, receive: Receive, send: Send) -> None:
+    """The answer for a client that has left: nothing is sent."""
+
+
+def _model(view: Any, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": view.created,
+        "owned_by": "deepdraft",
+        "max_model_len": view.max_tokens,
+    }

@@ -1,0 +1,370 @@
+"""The chat format: a body to engine requests, token events to chat chunks and responses.
+
+Owns: the reading of a chat body, the shape of chat answers, stop strings in their content.
+Knows nothing of: prompt text, sockets, the engine's thread.
+"""
+
+import secrets
+from collections.abc import Sequence
+
+from deepdraft.errors import RequestError
+from deepdraft.server import sampling, schema
+from deepdraft.server.job import Choice, Job, Json, chat_logprob, engine_reason, response_id
+from deepdraft.server.sampling import ModelView
+from deepdraft.text import prompt as text
+from deepdraft.text.conversation import TextPart
+from deepdraft.text.parse import (
+    ContentDelta,
+    Delta,
+    OutputParser,
+    ReasoningDelta,
+    StopMatcher,
+    ToolCallDelta,
+)
+from deepdraft.text.request_rules import check_conversation
+from deepdraft.types import TokenEvent, TokenLogprob
+
+
+class ChatJob(Job):
+    """A chat request."""
+
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+
+def chat_job(
+    body: schema.ChatRequest, name: str, model: ModelView, ignored: tuple[str, ...] = ()
+) -> ChatJob:
+    """Checks a chat body, renders its prompt and makes one engine request per choice.
+
+    Raises RequestError or PromptTooLong, with the field's path where there is one.
+    """
+    _check_chat_tokens(model)
+    sampling.check_shared(body, model.vocab_size)
+    num_logprobs = _num_logprobs(body)
+    sampling.check_range(
+        body.max_completion_tokens, "max_completion_tokens", 1, float("inf"), "at least 1"
+    )
+    conversation = read_conversation(body)
+    check_conversation(conversation, images=False)
+    _check_unforced(body)
+    rendered = text.render_chat(conversation, model.tokenizer, model.family)
+    wanted = body.max_completion_tokens
+    thinking = conversation.thinking
+    limit = sampling.num_new_tokens(
+        body.max_tokens if wanted is None else wanted,
+        len(rendered.token_ids),
+        model,
+        sampling.DEFAULT_NEW_TOKENS_THINKING if thinking else sampling.DEFAULT_NEW_TOKENS,
+    )
+    stops = sampling.stop_strings(body)
+    end_ids = sampling.stop_ids(body, model)
+    hidden_ids = end_ids | {model.eos_token_id}
+    id, n = response_id("chatcmpl"), body.n or 1
+    requests = sampling.generate_requests(
+        id,
+        [rendered.token_ids],
+        sampling.sampling_params(body, model, num_logprobs),
+        [limit],
+        end_ids,
+        n,
+    )
+    choices: list[Choice] = [
+        ChatChoice(
+            i,
+            model=model,
+            parser=OutputParser(rendered.parse_start, model.tokenizer),
+            thinking=thinking,
+            stops=stops,
+            hidden_ids=hidden_ids,
+            logprobs=num_logprobs is not None,
+        )
+        for i in range(n)
+    ]
+    return ChatJob(
+        model,
+        id=id,
+        name=name,
+        stream=bool(body.stream),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        ignored=ignored + _nested_ignored(body),
+        num_prompt=len(rendered.token_ids),
+        requests=requests,
+        choices=choices,
+    )
+
+
+def _check_chat_tokens(model: ModelView) -> None:
+    missing = text.missing_chat_tokens(model.tokenizer, model.family)
+    if missing:
+        raise RequestError(
+            "this model cannot chat: its tokenizer lacks the tokens " + ", ".join(missing) + "; "
+            "use /v1/completions",
+            param="model",
+        )
+
+
+def _num_logprobs(body: schema.ChatRequest) -> int | None:
+    sampling.check_range(
+        body.top_logprobs,
+        "top_logprobs",
+        0,
+        sampling.MAX_LOGPROBS,
+        f"from 0 to {sampling.MAX_LOGPROBS}",
+    )
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def _check_unforced(body: schema.ChatRequest) -> None:
+    """Refuses promises that only a grammar could keep."""
+    form = body.response_format
+    if isinstance(form, schema.RegexFormat):
+        raise RequestError(
+            "response_format of type regex is refused: output cannot be forced into a pattern yet",
+            param="response_format",
+        )
+    if isinstance(form, schema.JsonSchemaFormat) and form.json_schema.strict:
+        raise RequestError(
+            "response_format.json_schema.strict is refused: output cannot be forced into a schema "
+            "yet; without strict the schema is written into the prompt and not enforced",
+            param="response_format.json_schema.strict",
+        )
+
+
+def _nested_ignored(body: schema.ChatRequest) -> tuple[str, ...]:
+    """Accepted fields below the top level that have no effect here."""
+    if any(t.function.strict for t in body.tools or ()):
+        return ("tools.function.strict",)
+    return ()
+
+
+def read_conversation(body: schema.ChatRequest) -> text.Conversation:
+    """The conversation of a chat body, in the form that prompts are rendered from."""
+    thinking = text.resolve_thinking(
+        thinking=body.thinking,
+        reasoning_effort=body.reasoning_effort,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+    return text.Conversation(
+        messages=tuple(_message(m) for m in body.messages),
+        tools=tuple(_tool(t.function) for t in body.tools or ()),
+        tool_choice=_tool_choice(body.tool_choice),
+        response_format=_response_format(body.response_format),
+        thinking=thinking.enabled,
+        effort=thinking.effort,
+        task=body.task,
+    )
+
+
+def _message(message: schema.ChatMessage) -> text.Message:
+    content = message.content
+    if isinstance(content, list):
+        content = tuple(_part(p) for p in content)
+    reasoning = message.reasoning_content
+    return text.Message(
+        role=message.role,
+        content=content,
+        reasoning=message.reasoning if reasoning is None else reasoning,
+        tool_calls=tuple(
+            text.ToolCall(c.id, c.function.name, c.function.arguments)
+            for c in message.tool_calls or ()
+        ),
+        tool_call_id=message.tool_call_id,
+        prefix=bool(message.prefix),
+    )
+
+
+def _part(
+    part: schema.TextPart | schema.ImageUrlPart | schema.RefusalPart,
+) -> TextPart | text.ImagePart:
+    if isinstance(part, schema.TextPart):
+        return TextPart(part.text)
+    if isinstance(part, schema.RefusalPart):
+        return TextPart(part.refusal)
+    image = part.image_url
+    if isinstance(image, str):
+        return text.ImagePart(image)
+    return text.ImagePart(image.url, image.detail)
+
+
+def _tool(function: schema.FunctionSpec) -> text.Tool:
+    return text.Tool(
+        name=function.name,
+        description=function.description,
+        parameters=function.parameters,
+        strict=function.strict,
+    )
+
+
+def _tool_choice(choice: str | schema.NamedToolChoice | None) -> text.ToolChoice:
+    if isinstance(choice, schema.NamedToolChoice):
+        return text.ToolChoice(mode="function", name=choice.function.name)
+    if choice == "none":
+        return text.ToolChoice(mode="none")
+    return text.ToolChoice(mode="required" if choice == "required" else "auto")
+
+
+def _response_format(
+    form: schema.TextFormat
+    | schema.JsonObjectFormat
+    | schema.JsonSchemaFormat
+    | schema.RegexFormat
+    | None,
+) -> text.ResponseFormat:
+    if isinstance(form, schema.JsonObjectFormat):
+        return text.ResponseFormat(kind="json_object")
+    if isinstance(form, schema.JsonSchemaFormat):
+        return text.ResponseFormat(kind="json_schema", schema=form.json_schema.schema)
+    if isinstance(form, schema.RegexFormat):
+        return text.ResponseFormat(kind="regex", regex=form.regex)
+    return text.ResponseFormat()
+
+
+class ChatChoice(Choice):
+    """One chat answer: splits it, finds stop strings in the content, keeps both for `whole`."""
+
+    def __init__(
+        self,
+        index: int,
+        *,
+        model: ModelView,
+        parser: OutputParser,
+        thinking: bool,
+        stops: Sequence[str],
+        hidden_ids: frozenset[int],
+        logprobs: bool,
+    ) -> None:
+        super().__init__(index)
+        self._model = model
+        self._parser = parser
+        self._thinking = thinking
+        self._matcher = StopMatcher(stops)
+        self._hidden_ids = hidden_ids
+        self._with_logprobs = logprobs
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self._calls: list[Json] = []
+        self._logprobs: dict[str, list[Json]] = {"content": [], "reasoning_content": []}
+        self._unsent_logprobs: dict[str, list[Json]] = {"content": [], "reasoning_content": []}
+        self._started = False
+
+    @property
+    def num_reasoning(self) -> int:
+        """Tokens that belong to the reasoning."""
+        return self._parser.num_reasoning_tokens
+
+    def push(self, event: TokenEvent) -> list[Json]:
+        """Takes an event; returns the stream's objects for this choice."""
+        parts = []
+        if not self._started:
+            self._started = True
+            parts.append(self._part({"role": "assistant", **_texts(self._thinking, "")}))
+        deltas = self._read(event)
+        reason = engine_reason(event)
+        if reason is not None and self._matcher.matched is None:
+            deltas += self._filter(self._parser.finish(reason))
+            if self._matcher.matched is None:
+                tail = self._matcher.flush()
+                deltas += [ContentDelta(tail)] if tail else []
+        for delta in deltas:
+            parts += self._show(delta)
+        if self._matcher.matched is not None:
+            self.finish_reason = "stop"
+        elif reason is not None:
+            called = reason == "stop" and bool(self._calls)
+            self.finish_reason = "tool_calls" if called else reason
+        if self.finish_reason is not None:
+            parts.append(self._part(_texts(False, ""), self.finish_reason))
+        return parts
+
+    def _read(self, event: TokenEvent) -> list[Delta]:
+        deltas: list[Delta] = []
+        for i, token_id in enumerate(event.token_ids):
+            if token_id in self._hidden_ids:
+                continue
+            before = self._parser.num_reasoning_tokens
+            deltas += self._filter(self._parser.push((token_id,)))
+            if self._with_logprobs and event.logprobs:
+                reasoning = self._parser.num_reasoning_tokens > before
+                self._note(event.logprobs[i], reasoning)
+            if self._matcher.matched is not None:
+                break
+        return deltas
+
+    def _note(self, entry: TokenLogprob, reasoning: bool) -> None:
+        shown = chat_logprob(self._model, entry)
+        key = "reasoning_content" if reasoning else "content"
+        self._logprobs[key].append(shown)
+        self._unsent_logprobs[key].append(shown)
+
+    def _filter(self, deltas: list[Delta]) -> list[Delta]:
+        """Passes content through the stop matcher; nothing comes after a match."""
+        kept: list[Delta] = []
+        for delta in deltas:
+            if self._matcher.matched is not None:
+                break
+            if isinstance(delta, ContentDelta):
+                safe = self._matcher.push(delta.text)
+                kept += [ContentDelta(safe)] if safe else []
+                continue
+            if isinstance(delta, ToolCallDelta):
+                # No content follows a call, so what was held back cannot become a stop string.
+                held = self._matcher.flush()
+                kept += [ContentDelta(held)] if held else []
+            kept.append(delta)
+        return kept
+
+    def _show(self, delta: Delta) -> list[Json]:
+        """Keeps a delta for `whole` and returns its stream object."""
+        if isinstance(delta, ReasoningDelta):
+            self._reasoning.append(delta.text)
+            return [self._part(_texts(True, delta.text))]
+        if isinstance(delta, ContentDelta):
+            self._content.append(delta.text)
+            return [self._part(_texts(False, delta.text))]
+        if delta.index == len(self._calls):
+            function = {"name": delta.name or "", "arguments": delta.arguments}
+            call_id = f"call_{delta.index:02d}_{secrets.token_urlsafe(18)}"
+            self._calls.append({"id": call_id, "type": "function", "function": dict(function)})
+            shown = {"index": delta.index, "id": call_id, "type": "function", "function": function}
+        else:
+            self._calls[delta.index]["function"]["arguments"] += delta.arguments
+            shown = {"index": delta.index, "function": {"arguments": delta.arguments}}
+        return [self._part({"tool_calls": [shown]})]
+
+    def _part(self, delta: Json, finish_reason: str | None = None) -> Json:
+        logprobs = None
+        if self._with_logprobs and any(self._unsent_logprobs.values()):
+            logprobs = self._unsent_logprobs
+            self._unsent_logprobs = {"content": [], "reasoning_content": []}
+        return {
+            "index": self.index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+
+    def whole(self) -> Json:
+        """The choice of a response that is not streamed."""
+        message: Json = {
+            "role": "assistant",
+            "content": "".join(self._content),
+            "reasoning_content": "".join(self._reasoning) if self._thinking else None,
+        }
+        if self._calls:
+            message["tool_calls"] = self._calls
+        return {
+            "index": self.index,
+            "message": message,
+            "logprobs": self._logprobs if self._with_logprobs else None,
+            "finish_reason": self.finish_reason,
+        }
+
+
+def _texts(reasoning: bool, value: str) -> Json:
+    """Both text keys of a delta, one of them null."""
+    if reasoning:
+        return {"content": None, "reasoning_content": value}
+    return {"content": value, "reasoning_content": None}

@@ -1,0 +1,172 @@
+"""One HTTP request on its way: what to ask the engine, and its events as wire objects.
+
+Owns: the contract between a wire format and the code that sends bytes; usage; log-probability
+records that both formats share.
+Knows nothing of: sockets, the engine's thread.
+"""
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from typing import Any
+
+from deepdraft.errors import EngineError, Overloaded
+from deepdraft.server.sampling import ModelView
+from deepdraft.types import FinishReason, GenerateRequest, TokenEvent, TokenLogprob
+
+Json = dict[str, Any]
+
+
+def response_id(prefix: str) -> str:
+    """A new id for one response."""
+    return f"{prefix}-{secrets.token_hex(12)}"
+
+
+def token_text(model: ModelView, token_id: int) -> tuple[str, list[int]]:
+    """A token as text (bytes that are no whole character show as U+FFFD) and as bytes."""
+    raw = model.tokenizer.token_bytes(token_id)
+    return raw.decode("utf-8", "replace"), list(raw)
+
+
+def chat_logprob(model: ModelView, entry: TokenLogprob) -> Json:
+    """One entry of a chat answer's log-probabilities."""
+
+    def show(token_id: int, logprob: float) -> Json:
+        text, raw = token_text(model, token_id)
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": raw}
+
+    shown = show(entry.token_id, entry.logprob)
+    shown["top_logprobs"] = [show(i, p) for i, p in entry.top]
+    return shown
+
+
+class Choice(ABC):
+    """One answer of a response while its tokens arrive."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.num_tokens = 0
+        self.num_cached = 0
+        self.finish_reason: str | None = None
+
+    @property
+    def num_reasoning(self) -> int:
+        """Tokens that belong to the reasoning."""
+        return 0
+
+    @abstractmethod
+    def push(self, event: TokenEvent) -> list[Json]:
+        """Takes an event; returns the stream's objects for this choice, finish object included."""
+
+    @abstractmethod
+    def whole(self) -> Json:
+        """The choice of a response that is not streamed, once `finish_reason` is set."""
+
+
+class Job(ABC):
+    """A request turned into engine requests, and their events into a response."""
+
+    kind: str
+    chunk_kind: str
+
+    def __init__(
+        self,
+        model: ModelView,
+        *,
+        id: str,
+        name: str,
+        stream: bool,
+        include_usage: bool,
+        ignored: tuple[str, ...],
+        num_prompt: int,
+        requests: list[GenerateRequest],
+        choices: list[Choice],
+    ) -> None:
+        self.model = model
+        self.id = id
+        self.name = name
+        self.stream = stream
+        self.include_usage = include_usage
+        self.ignored = ignored
+        self.num_prompt = num_prompt
+        self.requests = requests
+        self.choices = choices
+        self.created = int(time.time())
+        self._by_request = {r.request_id: c for r, c in zip(requests, choices, strict=True)}
+
+    @property
+    def finished(self) -> bool:
+        """Every choice has ended."""
+        return all(c.finish_reason is not None for c in self.choices)
+
+    def push(self, event: TokenEvent) -> list[Json]:
+        """Takes an engine event; returns stream chunks.
+
+        Raises EngineError when the engine failed on it, Overloaded when it was told to stop. A
+        choice that ended by a stop string ignores what the engine still sends.
+        """
+        choice = self._by_request[event.request_id]
+        if choice.finish_reason is not None:
+            return []
+        if event.finish_reason == "error":
+            raise EngineError(event.error or "the engine failed")
+        if event.finish_reason == "abort":
+            raise Overloaded("the server is shutting down; the answer was cut off")
+        choice.num_tokens += len(event.token_ids)
+        choice.num_cached = max(choice.num_cached, event.num_cached_tokens)
+        return [self._chunk([part]) for part in choice.push(event)]
+
+    def ended_early(self, event: TokenEvent) -> bool:
+        """The choice of this event has ended although the engine would go on with it."""
+        choice = self._by_request[event.request_id]
+        return choice.finish_reason is not None and event.finish_reason is None
+
+    def last_chunk(self) -> Json | None:
+        """The chunk with the usage, when the client asked for it."""
+        if not self.include_usage:
+            return None
+        return {**self._chunk([]), "usage": self.usage()}
+
+    def response(self) -> Json:
+        """The whole response of a request that is not streamed."""
+        return {
+            **self._head(self.kind),
+            "choices": [c.whole() for c in self.choices],
+            "usage": self.usage(),
+        }
+
+    def usage(self) -> Json:
+        """Token counts, in the spellings of OpenAI and of DeepSeek. A prompt counts once."""
+        num_completion = sum(c.num_tokens for c in self.choices)
+        num_cached = min(self.num_prompt, self.choices[0].num_cached)
+        return {
+            "prompt_tokens": self.num_prompt,
+            "completion_tokens": num_completion,
+            "total_tokens": self.num_prompt + num_completion,
+            "prompt_tokens_details": {"cached_tokens": num_cached},
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(c.num_reasoning for c in self.choices)
+            },
+            "prompt_cache_hit_tokens": num_cached,
+            "prompt_cache_miss_tokens": self.num_prompt - num_cached,
+        }
+
+    def _head(self, kind: str) -> Json:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.name,
+            "system_fingerprint": self.model.fingerprint,
+        }
+
+    def _chunk(self, choices: list[Json]) -> Json:
+        chunk = {**self._head(self.chunk_kind), "choices": choices}
+        if self.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+
+def engine_reason(event: TokenEvent) -> FinishReason | None:
+    """`stop` or `length` where the engine ended the answer by itself."""
+    return event.finish_reason if event.finish_reason in ("stop", "length") else None

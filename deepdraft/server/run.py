@@ -1,0 +1,98 @@
+"""Runs the application on a socket until it is told to stop.
+
+Owns: uvicorn's settings, signals, the grace period at the end, the process's exit code.
+Knows nothing of: wire formats, models.
+"""
+
+import asyncio
+import contextlib
+import signal
+import threading
+from collections.abc import Generator
+
+import uvicorn
+
+from deepdraft.errors import ConfigError, DeepdraftError
+from deepdraft.server.app import create_app
+from deepdraft.server.service import Service
+from deepdraft.telemetry import configure_logging, logger
+
+# Seconds between the end of the grace period, when every request is cancelled, and the moment
+# when connections are cut that did not take their last bytes.
+_LAST_BYTES_S = 5
+
+
+class Server(uvicorn.Server):
+    """uvicorn with our way to stop: drain first, end the rest after the grace period."""
+
+    def __init__(self, service: Service) -> None:
+        settings = service.config.server
+        super().__init__(
+            uvicorn.Config(
+                create_app(service),
+                host=settings.host,
+                port=settings.port,
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=int(settings.drain_s) + _LAST_BYTES_S,
+                ws="none",
+            )
+        )
+        self.service = service
+        self._grace: asyncio.TimerHandle | None = None
+
+    def stop(self) -> None:
+        """Begins to stop; called again, stops at once. To be called on the server's loop."""
+        if self.should_exit:
+            self.service.cancel_all()
+            self.force_exit = True
+            return
+        grace_s = self.service.config.server.drain_s
+        logger.info("stopping; running requests get %g s to finish", grace_s)
+        self.service.begin_drain()
+        self.should_exit = True
+        self._grace = asyncio.get_running_loop().call_later(grace_s, self.service.cancel_all)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Handles SIGINT and SIGTERM without dying of them afterwards, as uvicorn's own does."""
+        loop = asyncio.get_running_loop()
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.stop)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+            if self._grace is not None:
+                self._grace.cancel()
+
+
+def serve(service: Service) -> None:
+    """Serves until SIGINT or SIGTERM. Raises the DeepdraftError that ended loading, if one did."""
+    configure_logging(service.config.server.log_level)
+    server = Server(service)
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+
+        def failed() -> None:
+            loop.call_soon_threadsafe(server.stop)
+
+        service.on_failure = failed
+        if service.failure is not None:
+            return
+        await server.serve()
+
+    try:
+        with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+            runner.run(run())
+    except SystemExit as error:
+        # uvicorn leaves this way when the address cannot be bound, after it has logged the cause.
+        settings = service.config.server
+        raise ConfigError(f"cannot listen on {settings.host}:{settings.port}") from error
+    if isinstance(service.failure, DeepdraftError):
+        raise service.failure

@@ -1,0 +1,177 @@
+"""Sends a job's answer: as server-sent events or as one JSON body.
+
+Owns: framing, keep-alive comments, errors in mid-stream, and that a client that leaves ends its
+requests.
+Knows nothing of: wire formats, prompts, the engine's thread.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from typing import Any, Protocol
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from deepdraft.errors import DeepdraftError
+from deepdraft.server.job import Job, Json
+from deepdraft.telemetry import logger
+from deepdraft.types import TokenEvent
+
+_KEEP_ALIVE = b": keep-alive\n\n"
+_DONE = b"data: [DONE]\n\n"
+
+
+class EventSource(Protocol):
+    """Engine events of one job; `engine.AsyncEvents` is one."""
+
+    def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        """The events, in the order of their arrival."""
+        ...
+
+    async def __anext__(self) -> TokenEvent:
+        """The next event; may be cancelled without losing one."""
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """Ends one request early."""
+        ...
+
+    def close(self) -> None:
+        """Ends every request that still runs."""
+        ...
+
+
+def error_body(error: Exception) -> Json:
+    """The nested error object of one of our errors; a foreign one shows nothing of itself."""
+    if not isinstance(error, DeepdraftError):
+        error = DeepdraftError("internal error; the server's log has the details")
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.kind,
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def _frame(value: Json) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+async def collect(job: Job, events: EventSource) -> Json:
+    """Reads a job's events to the end and returns its response. Raises what the job raises."""
+    try:
+        async for event in events:
+            job.push(event)
+            if job.ended_early(event):
+                events.cancel(event.request_id)
+            if job.finished:
+                break
+        return job.response()
+    finally:
+        events.close()
+
+
+async def frames(job: Job, events: EventSource, keep_alive_s: float) -> AsyncGenerator[bytes]:
+    """The frames of a job's stream, a comment after every `keep_alive_s` of silence.
+
+    Errors become a data frame. The caller must close this iterator if it stops early.
+    """
+    try:
+        while not job.finished:
+            try:
+                # Not `wait_for`, which would make a task for every token.
+                async with asyncio.timeout(keep_alive_s):
+                    event = await anext(events)
+            except TimeoutError:
+                yield _KEEP_ALIVE
+                continue
+            for chunk in job.push(event):
+                yield _frame(chunk)
+            if job.ended_early(event):
+                events.cancel(event.request_id)
+        last = job.last_chunk()
+        if last is not None:
+            yield _frame(last)
+    except DeepdraftError as error:
+        yield _frame(error_body(error))
+    except Exception as error:
+        logger.exception("a stream failed")
+        yield _frame(error_body(error))
+    finally:
+        events.close()
+    yield _DONE
+
+
+class StreamResponse(Response):
+    """Sends frames until they end or the client leaves, whichever is first."""
+
+    def __init__(
+        self,
+        body: AsyncGenerator[bytes],
+        on_end: Callable[[], None],
+        headers: Mapping[str, str],
+    ) -> None:
+        """`on_end` is called exactly when sending has ended, even before the first frame."""
+        self.status_code = 200
+        self.body_iterator = body
+        self.on_end = on_end
+        self.background = None
+        self.init_headers(
+            {
+                "content-type": "text/event-stream; charset=utf-8",
+                "cache-control": "no-cache",
+                # Some reverse proxies collect a whole answer unless they are told not to.
+                "x-accel-buffering": "no",
+                **headers,
+            }
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sender = asyncio.ensure_future(self._send(send))
+        try:
+            await until_disconnect(receive, sender)
+        finally:
+            # Also where this task itself is cancelled, by a server that is told to stop at once.
+            sender.cancel()
+            # An iterator that was never started would not run its own clean-up.
+            self.on_end()
+            await asyncio.gather(sender, return_exceptions=True)
+            await self.body_iterator.aclose()
+
+    async def _send(self, send: Send) -> None:
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
+        async for frame in self.body_iterator:
+            await send({"type": "http.response.body", "body": frame, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def until_disconnect(receive: Receive, work: "asyncio.Future[Any]") -> bool:
+    """Waits for `work` or for the client to leave; True when `work` is done, with its error raised.
+
+    On False `work` has been cancelled.
+    """
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    watcher = asyncio.ensure_future(watch())
+    try:
+        await asyncio.wait({work, watcher}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watcher.cancel()
+    if work.done():
+        work.result()
+        return True
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
+    return False
