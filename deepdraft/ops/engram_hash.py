@@ -73,7 +73,7 @@ def engram_tables(args: V41Args) -> EngramTables:
         ],
         dtype=np.int64,
     ).reshape(num_layers, num_orders, num_heads)
-    flat = primes.reshape(num_layers, -1)
+    flat = primes.reshape(num_layers, num_orders * num_heads)
     offsets = (np.cumsum(flat, axis=1) - flat).reshape(primes.shape)
     # Keeps every product token * multiplier below 2**63.
     high = (2**63 - 1) // args.engram_compressed_vocab_size // 2
