@@ -76,9 +76,7 @@ class Runner:
             device=device,
             drafter=drafter,
         )
-        return cls(
-            model, prefill=prefill, max_context=max_context, num_sequences=num_sequences
-        )
+        return cls(model, prefill=prefill, max_context=max_context, num_sequences=num_sequences)
 
     def open_sequence(self) -> SequenceState:
         """A new, empty sequence; StateError when all are in use."""

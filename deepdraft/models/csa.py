@@ -1,7 +1,7 @@
-"""CSA2: window attention plus shared compressed entries, chosen by an indexer (architecture notes 3).
+"""CSA2: window attention plus shared compressed entries that an indexer chooses (notes section 3).
 
-Letters: R rows of a step, W window, K selected entries, N = W + 1 + K places of a row, H heads,
-C latent channels, Ci index channels.
+Letters: R rows of a step, W window, K selected entries, N = W + 1 + K places of a row, H heads, C
+latent channels, Ci index channels.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Rotation:
 class StepRows:
     """Addresses and tables for the rows of one step, made once and shared by all layers.
 
-    Owns: everything that depends on positions only. Nothing here reads a tensor's value.
-    A single row is padded to two (see `Weights.linear`); `num_rows` counts the real ones.
+    Owns: everything that depends on positions only. Nothing here reads a tensor's value. A single
+    row is padded to two (see `Weights.linear`); `num_rows` counts the real ones.
     """
 
     def __init__(
@@ -172,7 +172,12 @@ class Compressor:
     def __init__(
         self, args: V41Args, weights: Weights, prefix: str, layer: int, num: Numerics
     ) -> None:
-        self.layer, self.ratio, self.num, self.eps = layer, args.compress_ratios[layer], num, args.rms_norm_eps
+        self.layer, self.ratio, self.num, self.eps = (
+            layer,
+            args.compress_ratios[layer],
+            num,
+            args.rms_norm_eps,
+        )
         self.width = args.head_dim
         self.index_width = args.index_head_dim
         self.norm = weights.vector(f"{prefix}.compressor.norm.weight")
@@ -182,8 +187,8 @@ class Compressor:
     def latents(self, raw: Tensor, rows: StepRows) -> Tensor:
         """raw [R, C or 2C] (value, and gate at ratio 2) -> un-rotated latents [R, C].
 
-        At ratio 2 a row pools itself with the token before it; only rows that complete a pair
-        give an entry that counts.
+        At ratio 2 a row pools itself with the token before it; only rows that complete a pair give
+        an entry that counts.
         """
         if self.ratio == 1:
             return rms_norm(self.num.act(raw), self.norm, self.eps)
@@ -247,7 +252,10 @@ class Indexer:
                 assert rows.kept_blocks is not None
                 rows.kept_blocks.append(
                     index_ops.candidate_blocks(
-                        scores, reach[at], block=args.candidate_block_size, keep=args.candidate_topk_blocks
+                        scores,
+                        reach[at],
+                        block=args.candidate_block_size,
+                        keep=args.candidate_topk_blocks,
                     )
                 )
             elif self.role.restricted:
@@ -319,9 +327,7 @@ class Attention:
         self.w_raw = weights.linear(*raw) if raw else None
         self.w_query = weights.linear(*query)
         places = args.sliding_window + 1 + (args.index_topk if role and role.ratio else 0)
-        self.sink = torch.zeros(
-            self.heads, places, dtype=num.dtype, device=weights.device
-        )
+        self.sink = torch.zeros(self.heads, places, dtype=num.dtype, device=weights.device)
         self.sink[:, args.sliding_window] = weights.vector(f"{prefix}.attn_sink")
 
     def raw(self, u: Tensor) -> Tensor | None:
@@ -334,7 +340,7 @@ class Attention:
         return self.compressor.write(raw[:, : self.raw_width], rows, skip_below)
 
     def latents(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """u [R, D] -> query latent [R, q_lora], queries before rotation [R, *], window key [R, C]."""
+        """u [R, D] -> query latent [R, q_lora], unrotated queries [R, *], window key [R, C]."""
         num, rank = self.num, self.q_norm.shape[0]
         h = num.act(torch.mm(num.fp8(u), self.w_in))
         c = num.act(rms_norm(h[:, :rank], self.q_norm, self.eps))

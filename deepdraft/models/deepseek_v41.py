@@ -1,11 +1,11 @@
 """DeepSeek-V4.1: encoder half, decoder half, shared residual streams (technical report section 2).
 
-Owns: the layer schedule, the step, and prefill in its two modes. Arithmetic lives in `ops`, attention in
-`csa`, memory in `engram`, the drafter in `dspark`.
+Owns: the layer schedule, the step, and prefill in its two modes. Arithmetic lives in `ops`,
+attention in `csa`, memory in `engram`, the drafter in `dspark`.
 Knows nothing of: files, requests, sampling.
 
-A *step* takes rows of one or several sequences at their next positions, writes position-addressed state and
-returns logits. Prefill is the same step with more rows. A row's bits do not depend on
+A *step* takes rows of one or several sequences at their next positions, writes position-addressed
+state and returns logits. Prefill is the same step with more rows. A row's bits do not depend on
 the other rows, so any cutting of a text into steps gives the same state and logits, bit for bit.
 
 Letters: R rows, S residual streams, D hidden, V vocabulary.
@@ -87,7 +87,8 @@ class Block:
     ) -> tuple[Tensor, Tensor]:
         """Streams X [R, S, D] and mix p [R, 1, S] through the block (notes 2.4).
 
-        `write_from`: per sequence, the first position whose global KV this step writes; None: none.
+        `write_from`: per sequence, the first position whose global KV this step writes; None:
+        none.
         """
         num = self.num
         u = self.attn_in(x, p)
@@ -139,8 +140,8 @@ class DeepseekV41:
         device: torch.device | str = "cpu",
         drafter: bool = True,
     ) -> None:
-        """`token_map`: compressed id of each token (deepdraft.text.engram_token_map); needed where the
-        model has Engram layers. `drafter`: load the DSpark layers too."""
+        """`token_map`: compressed id of each token (deepdraft.text.engram_token_map); needed where
+        the model has Engram layers. `drafter`: load the DSpark layers too."""
         if args.engram_layer_ids and token_map is None:
             raise ConfigError("this model has Engram layers and needs the tokenizer's token map")
         self.args, self.device = args, device
@@ -175,7 +176,7 @@ class DeepseekV41:
         )
 
     def new_pool(self, num_sequences: int, max_tokens: int, slack: int = 16) -> StatePool:
-        """State for this many sequences in this model's dtype; steps take up to `slack` rows each."""
+        """State for this many sequences; a step takes up to `slack` rows of each."""
         return StatePool(
             self.args,
             num_sequences=num_sequences,
@@ -191,7 +192,7 @@ class DeepseekV41:
         return StepRows(work[0][0].pool, work, self.rotary_window, self.rotary_main)
 
     def _embed(self, token_ids: Sequence[int], padded: int) -> tuple[Tensor, Tensor]:
-        """Streams and first mix of rows: every stream starts as the token's embedding (notes 2.1)."""
+        """Streams and first mix: every stream starts as the token's embedding (notes 2.1)."""
         ids = list(token_ids) + list(token_ids[-1:]) * (padded - len(token_ids))
         e = self.embed.index_select(0, torch.tensor(ids, device=self.device))
         x = e.unsqueeze(1).expand(-1, self.args.hc_mult, -1).contiguous()
@@ -259,9 +260,9 @@ class DeepseekV41:
     ) -> StepOutput:
         """Run the next tokens of each sequence through all layers and append them.
 
-        work: (state, token ids) per sequence, each sequence once, at most `slack` ids each, all of one pool.
-        `logits`: of all rows, of each sequence's last row, or of none. The drafter's rings are not
-        touched: `feed_drafter` takes the confirmed rows of `taps`.
+        work: (state, token ids) per sequence, each sequence once, at most `slack` ids each, all of
+        one pool. `logits`: of all rows, of each sequence's last row, or of none. The drafter's
+        rings are not touched: `feed_drafter` takes the confirmed rows of `taps`.
         """
         plan = self._check(work)
         rows = self._rows(plan)
@@ -293,7 +294,9 @@ class DeepseekV41:
         for state, new in work:
             n, pool = state.num_tokens, state.pool
             if not new or len(new) > pool.slack:
-                raise StateError(f"a step takes 1 to {pool.slack} tokens a sequence, got {len(new)}")
+                raise StateError(
+                    f"a step takes 1 to {pool.slack} tokens a sequence, got {len(new)}"
+                )
             if n + len(new) > pool.max_tokens:
                 raise StateError(
                     f"{n} + {len(new)} tokens do not fit a sequence of at most {pool.max_tokens}"
@@ -302,7 +305,8 @@ class DeepseekV41:
                 raise StateError("this sequence waits for prefill (windows or decoder behind)")
             if min(new) < 0 or max(new) >= self.args.vocab_size:
                 raise StateError(
-                    f"token ids must lie in 0..{self.args.vocab_size - 1}, got {min(new)}..{max(new)}"
+                    f"token ids must lie in 0..{self.args.vocab_size - 1}, "
+                    f"got {min(new)}..{max(new)}"
                 )
             plan.append((state, n, len(new)))
         if not plan or len({id(s) for s, _, _ in plan}) < len(plan):
@@ -336,13 +340,17 @@ class DeepseekV41:
     ) -> StepOutput:
         """Append a chunk of a prompt of any length.
 
-        full: all layers on all tokens; the same bits as steps of any size.
-        encoder: layers before the decoder on all tokens, the rest on the last window when `final`
-        (notes 3.9; approximate by design). After `keep_global` either mode first replays the encoder's
-        window, and the decoder's window starts where the replay does.
-        Returns logits after the last token (or all rows the decoder ran on) when `final`.
+        full: all layers on all tokens; the same bits as steps of any size. encoder: layers before
+        the decoder on all tokens, the rest on the last window when `final` (notes 3.9; approximate
+        by design). After `keep_global` either mode first replays the encoder's window, and the
+        decoder's window starts where the replay does. Returns logits after the last token (or all
+        rows the decoder ran on) when `final`.
         """
-        if mode == "full" and state.replay_from is None and state.decoder_tokens == state.num_tokens:
+        if (
+            mode == "full"
+            and state.replay_from is None
+            and state.decoder_tokens == state.num_tokens
+        ):
             return self._prefill_full(state, list(token_ids), final, logits, feed_drafter)
         self._encode(state, list(token_ids))
         if not final:
@@ -378,7 +386,8 @@ class DeepseekV41:
         return out
 
     def _encode(self, state: SequenceState, ids: list[int]) -> None:
-        """Encoder layers, and the decoder's global KV, on new tokens; keeps the last window's output.
+        """Encoder layers, and the decoder's global KV, on new tokens; keeps the last window's
+        output.
 
         After `keep_global` the tokens from `replay_from` on run again; they rebuild window rows
         only, their global KV is there.
@@ -447,7 +456,9 @@ class DeepseekV41:
             if taps:
                 taps_all.append(torch.cat(taps, 1)[: end - at])
             if logits == "all" or (logits == "last" and end == n):
-                scores, hidden = self._logits(x[-2:] if logits == "last" else x, p[-2:] if logits == "last" else p)
+                scores, hidden = self._logits(
+                    x[-2:] if logits == "last" else x, p[-2:] if logits == "last" else p
+                )
                 outs.append(scores[: end - at] if logits == "all" else scores[-1:])
         state.decoder_tokens = n
         state.tail = None

@@ -1,7 +1,7 @@
 """DSpark: the drafter layers stored with the model (technical report 2.4.3; architecture notes 6).
 
-Conditioning: taps of confirmed positions become context keys in a ring per drafter layer. A draft runs the
-last token and `block - 1` noise tokens through the layers at once, then adds a Markov
+Conditioning: taps of confirmed positions become context keys in a ring per drafter layer. A draft
+runs the last token and `block - 1` noise tokens through the layers at once, then adds a Markov
 correction token by token.
 
 Letters: B drafts of a block, S residual streams, D hidden, V vocabulary, N = W + 1 + B places.
@@ -40,7 +40,7 @@ class Draft:
 
 
 class DraftBlock:
-    """One drafter layer: as a backbone block, with attention to the ring and to the block itself."""
+    """One drafter layer: a backbone block that attends to the ring and to its own block."""
 
     def __init__(self, args: V41Args, weights: Weights, number: int, num: Numerics) -> None:
         prefix = f"mtp.{number}"
@@ -96,9 +96,7 @@ class DraftBlock:
         keys = torch.cat([context, num.window_kv(turned[:, h])])
         bias = torch.cat([context_bias, context_bias.new_zeros(b)]).expand(h, -1).clone()
         bias[:, context.shape[0] - 1 : context.shape[0]] = self.sink
-        o = num.attention(
-            turned[:, :h], keys.expand(b, -1, -1), bias.expand(b, -1, -1), attn.scale
-        )
+        o = num.attention(turned[:, :h], keys.expand(b, -1, -1), bias.expand(b, -1, -1), attn.scale)
         y = attn.output(num.act(turn.back(num.act(o))))
         mid = num.act(expand(y, x, post_a, comb_a))
         pre_f, post_f, comb_f = self.mixes[1](mid, self.eps)
@@ -187,8 +185,8 @@ class Drafter:
     ) -> Draft:
         """Propose the tokens after `token_id`, which stands right after the confirmed ones.
 
-        `choose(logits [V], position)` picks a proposal; position is the one it would stand at.
-        The rings must be fed up to the last confirmed position.
+        `choose(logits [V], position)` picks a proposal; position is the one it would stand at. The
+        rings must be fed up to the last confirmed position.
         """
         args, num, pool = self.args, self.num, state.pool
         size = args.dspark_block_size if block_size is None else block_size
@@ -205,9 +203,7 @@ class Drafter:
         address_t = torch.from_numpy(address).to(device)
         bias_t = torch.from_numpy(bias).to(device=device, dtype=num.dtype)
         turn = self._turn(torch.arange(n + 1, n + 1 + rows, device=device))
-        ids = torch.tensor(
-            [token_id] + [args.dspark_noise_token_id] * (rows - 1), device=device
-        )
+        ids = torch.tensor([token_id] + [args.dspark_noise_token_id] * (rows - 1), device=device)
         x = self.embed.index_select(0, ids).unsqueeze(1).expand(-1, args.hc_mult, -1)
         x, p = num.act(x.contiguous()), self.first_mix.expand(rows, -1, -1)
         for m, layer in enumerate(self.blocks):

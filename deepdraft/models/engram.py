@@ -27,8 +27,8 @@ class EngramHash:
         self.tables = tables
 
     def rows(self, history: np.ndarray) -> np.ndarray:
-        """history int64 [R, depth] (column s: token s places back, -1 before the start) ->
-        table rows int64 [layers, R, G * H] in (order, head) order."""
+        """history int64 [R, depth] (column s: token s places back, -1 before the start) -> table
+        rows int64 [layers, R, G * H] in (order, head) order."""
         ids = np.where(history >= 0, self.token_map[history], self.pad)
         layers = range(self.tables.primes.shape[0])
         return np.stack([hash_rows(self.tables, layer, ids) for layer in layers])

@@ -1,7 +1,7 @@
 """What every model file needs: numerics modes, the source of weights, weight layouts.
 
-Numerics are chosen once, at construction; model code calls `num.act`, `num.fp8` and so on and never asks
-for the mode.
+Numerics are chosen once, at construction; model code calls `num.act`, `num.fp8` and so on and
+never asks for the mode.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ NumericsName = Literal["exact", "qsim", "quant"]
 class Packed(Protocol):
     """A tensor as stored: raw values, and E8M0 scale bytes where the format has them."""
 
-    values: Tensor
-    scales: Tensor | None
-    format: str
+    @property
+    def values(self) -> Tensor: ...
+
+    @property
+    def scales(self) -> Tensor | None: ...
 
 
 class WeightSource(Protocol):
@@ -52,8 +54,8 @@ def _bf16(x: Tensor) -> Tensor:
 class Numerics:
     """Where values are rounded, and to what (architecture notes 7.3, 7.4).
 
-    exact: nowhere. qsim: the FP8 and FP4 quantisers, all else in `dtype`. quant: the quantisers, and bf16
-    wherever the published code holds bf16.
+    exact: nowhere. qsim: the FP8 and FP4 quantisers, all else in `dtype`. quant: the quantisers,
+    and bf16 wherever the published code holds bf16.
     """
 
     name: NumericsName
@@ -91,8 +93,9 @@ def make_numerics(name: str, dtype: torch.dtype = torch.float32) -> Numerics:
 class Weights:
     """Published names in, tensors in this model's layout out.
 
-    Linear weights are stored [in, out]: a product x @ w of two or more rows then gives each row the
-    same bits whatever the row count, which `F.linear` over [out, in] does not (docs/numerics.md).
+    Linear weights are stored [in, out]: a product x @ w of two or more rows then gives each row
+    the same bits whatever the row count, which `F.linear` over [out, in] does not
+    (docs/numerics.md).
     """
 
     def __init__(
@@ -115,7 +118,7 @@ class Weights:
         return w.view(groups, -1, w.shape[1]).transpose(1, 2).contiguous().to(self.device)
 
     def experts(self, prefix: str, count: int) -> tuple[Tensor, Tensor]:
-        """Routed experts, then the shared one: w13 [E + 1, in, 2 * width], w2 [E + 1, width, in]."""
+        """Routed experts, then the shared one: w13 [E + 1, in, 2 width], w2 [E + 1, width, in]."""
         names = [f"{prefix}.experts.{e}" for e in range(count)] + [f"{prefix}.shared_experts"]
         w13 = w2 = None
         for e, name in enumerate(names):

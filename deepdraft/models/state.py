@@ -1,12 +1,12 @@
 """Per-sequence state of a V4.1 model: what it is, how large, and how it is cut back.
 
-Owns: the pools of position-addressed rows, and `SequenceState`, one sequence's share of them. The items
-are those of architecture notes 8.1, by the same letters.
+Owns: the pools of position-addressed rows, and `SequenceState`, one sequence's share of them. The
+items are those of architecture notes 8.1, by the same letters.
 Knows nothing of: weights, layers' arithmetic, requests.
 
-Every row is addressed by position, so a step writes where its positions say and a rejected draft is undone
-by writing again. Rings have `slack` spare rows: after a step of at most `slack` rows the window of
-any position of that step is still whole.
+Every row is addressed by position, so a step writes where its positions say and a rejected draft
+is undone by writing again. Rings have `slack` spare rows: after a step of at most `slack` rows the
+window of any position of that step is still whole.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class StatePool:
     ) -> None:
         if max_tokens > args.max_position_embeddings:
             raise StateError(
-                f"a sequence of {max_tokens} tokens was asked for, but the model's positions end at "
-                f"{args.max_position_embeddings} (max_position_embeddings)"
+                f"a sequence of {max_tokens} tokens was asked for, but the model's positions end "
+                f"at {args.max_position_embeddings} (max_position_embeddings)"
             )
         self.args = args
         self.num_sequences, self.max_tokens, self.slack = num_sequences, max_tokens, slack
@@ -121,10 +121,10 @@ class SequenceState:
     """One sequence: its tokens and its rows in a pool.
 
     `token_ids`: ids whose forward pass is complete (items I and J are read from them).
-    `decoder_tokens`: how many of them the decoder layers have seen; less than `num_tokens` only in the
-    middle of an `encoder` prefill.
-    `encoder_floor`, `decoder_floor`: window rows below these positions do not exist (bounded replay).
-    `drafter_tokens`: the drafter's rings are fed up to here; `drafter_floor` as above.
+    `decoder_tokens`: how many of them the decoder layers have seen; less than `num_tokens` only in
+    the middle of an `encoder` prefill. `encoder_floor`, `decoder_floor`: window rows below these
+    positions do not exist (bounded replay). `drafter_tokens`: the drafter's rings are fed up to
+    here; `drafter_floor` as above.
     """
 
     def __init__(self, pool: StatePool, slot: int) -> None:

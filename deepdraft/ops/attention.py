@@ -3,9 +3,9 @@
 Keys are values (one latent per token). Torch reference.
 Letters: R rows, H heads, N keys of a row, C latent channels.
 
-Contract: the keys of a row stand in a fixed number of places (window by position, the sink's zero key, then
-selected entries by position); a place without a key has bias -inf. So the bits of a row are a
-function of that row alone.
+Contract: the keys of a row stand in a fixed number of places (window by position, the sink's zero
+key, then selected entries by position); a place without a key has bias -inf. So the bits of a row
+are a function of that row alone.
 """
 
 import torch
@@ -25,8 +25,9 @@ def sink_attention(q: Tensor, keys: Tensor, bias: Tensor, scale: float) -> Tenso
 
 
 def sink_attention_bf16(q: Tensor, keys: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """As `sink_attention`, in the published code's precision: unnormalised probabilities are rounded
-    to bf16 before the value product, denominators stay in float32 (architecture notes 3.7)."""
+    """As `sink_attention`, in the published code's precision: unnormalised probabilities are
+    rounded to bf16 before the value product, denominators stay in float32 (architecture notes
+    3.7)."""
     scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=scale)
     weights = (scores - scores.amax(-1, keepdim=True)).exp_()
     total = weights.sum(-1, keepdim=True)

@@ -1,9 +1,9 @@
 """Row-wise operations: norms, gates, rotation, residual mixing. Torch reference.
 
-Every function here gives row i the same bits whatever the number of rows and whatever the other rows
-hold. `torch.sigmoid`, `silu`, `softplus` and `logaddexp` do not: their vectorised loops treat the tail
-of an array with another formula (docs/numerics.md), so they are composed here from operations
-whose bits do not depend on the position in the array.
+Every function here gives row i the same bits whatever the number of rows and whatever the other
+rows hold. `torch.sigmoid`, `silu`, `softplus` and `logaddexp` do not: their vectorised loops treat
+the tail of an array with another formula (docs/numerics.md), so they are composed here from
+operations whose bits do not depend on the position in the array.
 
 Letters: R rows, S residual streams, D hidden, H heads, C channels.
 """
@@ -55,9 +55,9 @@ def softplus(x: Tensor) -> Tensor:
 class Rotary:
     """Rotation of the last `rope_dim` of `dim` channels by position (adjacent pairs).
 
-    Angles are position times frequency in `dtype` (the published code uses float32).
-    Rotation of x: x * cos + swap(x) * sin, where swap exchanges the members of a pair and sin
-    carries the sign; the channels before the rotary part have cos 1 and sin 0.
+    Angles are position times frequency in `dtype` (the published code uses float32). Rotation of
+    x: x * cos + swap(x) * sin, where swap exchanges the members of a pair and sin carries the
+    sign; the channels before the rotary part have cos 1 and sin 0.
     """
 
     def __init__(
@@ -104,8 +104,10 @@ def yarn_frequencies(
     """YaRN-interpolated frequencies, float64 [rope_dim / 2] (architecture notes 3.1)."""
 
     def correction(turns: float) -> float:
-        return rope_dim * math.log(original_max_positions / (turns * 2 * math.pi)) / (
-            2 * math.log(theta)
+        return (
+            rope_dim
+            * math.log(original_max_positions / (turns * 2 * math.pi))
+            / (2 * math.log(theta))
         )
 
     low = max(math.floor(correction(beta_fast)), 0)
@@ -126,7 +128,8 @@ class HyperMix:
     """Coefficients of one sublayer's manifold-constrained hyper-connection (report 2.4.1).
 
     From streams X [R, S, D]: `pre` [R, 1, S] collapses the streams for the *next* sublayer, `post`
-    [R, 1, S] and `comb` [R, S, S] write this sublayer's output back; comb[r, a, b] mixes stream a into b.
+    [R, 1, S] and `comb` [R, S, S] write this sublayer's output back; comb[r, a, b] mixes stream a
+    into b.
     """
 
     def __init__(
@@ -136,7 +139,8 @@ class HyperMix:
         s = streams
         self.streams, self.iters = s, iters
         self.fn_t = fn.t().contiguous()
-        # The gates are sigmoids: their logits are negated here, once, so that a step needs exp only.
+        # The gates are sigmoids: their logits are negated here, once, so that a step needs exp
+        # only.
         sign = torch.ones_like(base)
         sign[: 2 * s] = -1.0
         spread = torch.cat([scale[0].expand(s), scale[1].expand(s), scale[2].expand(s * s)])

@@ -2,9 +2,9 @@
 
 Letters: R rows, N entries, K selected entries, B blocks, H index heads, C index channels.
 
-Contract: the selected set of a row is a function of that row alone: scores do not depend on how many
-entries other rows can see, equal scores go to the lower entry, and a set is listed in ascending order
-with -1 in the places left over.
+Contract: the selected set of a row is a function of that row alone: scores do not depend on how
+many entries other rows can see, equal scores go to the lower entry, and a set is listed in
+ascending order with -1 in the places left over.
 """
 
 import torch
@@ -25,7 +25,8 @@ def mask_unreachable(scores: Tensor, reach: Tensor) -> Tensor:
 
 
 def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best (value, place) of each row; a stable sort puts the lower place first among equals."""
+    """The k best (value, place) of each row; a stable sort puts the lower place first among
+    equals."""
     values, places = torch.sort(scores, dim=-1, descending=True, stable=True)
     return values[:, :k], places[:, :k]
 
@@ -48,10 +49,11 @@ def select_all(reach: Tensor, k: int) -> Tensor:
 
 
 def candidate_blocks(scores: Tensor, reach: Tensor, *, block: int, keep: int) -> Tensor:
-    """First level of the two-level selection (report 2.3.2): which blocks of entries stay, bool [R, B].
+    """First level of the two-level selection (report 2.3.2): which blocks of entries stay, bool
+    [R, B].
 
-    A block's score is its best reachable score; the block of the newest reachable entry is
-    always kept; at most `keep` blocks stay.
+    A block's score is its best reachable score; the block of the newest reachable entry is always
+    kept; at most `keep` blocks stay.
     """
     r, n = scores.shape
     blocks = -(-n // block)

@@ -1,7 +1,7 @@
 """Mixture of experts: routing and expert products. Torch reference.
 
-Letters: R rows, E experts (the shared expert is the last one, number E-1), K picks of a row with the shared
-expert last, D hidden, F expert width.
+Letters: R rows, E experts (the shared expert is the last one, number E-1), K picks of a row with
+the shared expert last, D hidden, F expert width.
 """
 
 from collections.abc import Callable
@@ -51,10 +51,10 @@ def expert_products(
 ) -> Tensor:
     """Sum over the picks of weight * expert(x), in pick order: [R, D].
 
-    x [R, D] (already quantised where the numerics ask for it), picks and weights [R, K], w13 [E, D, 2F] (gate
-    then up), w2 [E, F, D]. `round_up` rounds the first products and the second ones as
-    the numerics ask, `quantise` the input of the second product.
-    `num_rows`: rows that count: all, or one that is followed by its copy.
+    x [R, D] (already quantised where the numerics ask for it), picks and weights [R, K], w13 [E,
+    D, 2F] (gate then up), w2 [E, F, D]. `round_up` rounds the first products and the second ones
+    as the numerics ask, `quantise` the input of the second product. `num_rows`: rows that count:
+    all, or one that is followed by its copy.
     """
     if gathers(num_rows, picks.shape[1], w13.shape[0]):
         return _gathered(x, picks, weights, w13, w2, limit, num_rows, round_up, quantise)
@@ -105,7 +105,7 @@ def _dense(
     round_up: Callable[[Tensor], Tensor],
     quantise: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    rows, k = picks.shape
+    rows = picks.shape[0]
     experts = w13.shape[0]
     spread = torch.zeros(rows, experts, dtype=x.dtype, device=x.device).scatter_(1, picks, weights)
     h = torch.bmm(x.unsqueeze(0).expand(experts, -1, -1), w13)
