@@ -1,0 +1,255 @@
+"""`deepdraft bench`: measurements with the machine, the versions and the commit beside them.
+
+Owns: `speed` (plain decoding through engine parts) and `startup` (a real server process).
+Knows nothing of: acceptance thresholds; tests never assert on times.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deepdraft import __version__
+from deepdraft.checkpoint.reader import Checkpoint
+from deepdraft.engine.runner import Runner
+from deepdraft.engine.sampler import Row, Sampler
+from deepdraft.errors import ConfigError
+from deepdraft.text.tokenizer import Tokenizer
+from deepdraft.types import SamplingParams
+
+SMALL_OPS = 20_000
+
+
+def machine() -> dict[str, Any]:
+    """Where a number was measured."""
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.split(":", 1)[1].strip()
+                break
+    record: dict[str, Any] = {
+        "cpu": name,
+        "cores": os.cpu_count(),
+        "load_1min": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": importlib.metadata.version("numpy"),
+        "deepdraft": __version__,
+        "threads": torch.get_num_threads(),
+    }
+    if torch.cuda.is_available():
+        record["gpu"] = torch.cuda.get_device_name()
+    return record
+
+
+def commit() -> str | None:
+    """The source's commit, with + when the tree has changes; None outside a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    try:
+        name = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True
+        )
+        dirty = subprocess.run(
+            ["git", "status", "--porcelain", "-uno"], cwd=root, capture_output=True, text=True
+        )
+    except OSError:
+        return None
+    if name.returncode:
+        return None
+    return name.stdout.strip() + ("+" if dirty.stdout.strip() else "")
+
+
+def small_op_us() -> float:
+    """Microseconds of one small tensor operation: how busy the machine is, in the same run."""
+    x = torch.ones(2, 192)
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        for _ in range(SMALL_OPS):
+            x = x * 1.0
+        best = min(best, time.perf_counter() - start)
+    return best / SMALL_OPS * 1e6
+
+
+class _CountCalls(TorchDispatchMode):
+    """Counts operator calls, views included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def speed(
+    model: str | Path,
+    *,
+    context: int = 600,
+    tokens: int = 200,
+    runs: int = 5,
+    numerics: str = "exact",
+    temperature: float = 0.0,
+) -> dict[str, Any]:
+    """Plain decoding after a prompt of `context` tokens: tokens per second of each run, operator
+    calls of one token, prefill time. The text starts from the model's own bytes of English."""
+    checkpoint = Checkpoint.open(model)
+    tokenizer = Tokenizer.load(model)
+    runner = Runner.from_checkpoint(checkpoint, tokenizer, numerics=numerics, num_sequences=1)
+    if context + tokens + 2 > runner.max_tokens:
+        raise ConfigError(
+            f"{context} + {tokens} tokens do not fit the model's {runner.max_tokens}; ask for less"
+        )
+    sampler = Sampler(runner.vocab_size)
+    params = SamplingParams(temperature=temperature, seed=1)
+    seed_text = "A small model reads this text and goes on with it, word after word. "
+    prompt = [checkpoint.args.bos_token_id]
+    while len(prompt) < context:
+        prompt += tokenizer.encode_text(seed_text)
+    prompt = prompt[:context]
+    rates, prefills = [], []
+    calls = 0
+    noise_before = small_op_us()
+    for _ in range(runs):
+        sequence = runner.open_sequence()
+        start = time.perf_counter()
+        logits = runner.prefill(sequence, prompt, final=True)
+        prefills.append(time.perf_counter() - start)
+        assert logits is not None
+        row = logits.unsqueeze(0)
+        start = time.perf_counter()
+        for i in range(tokens):
+            choice = sampler.sample(row, [Row(params=params, position=context + i)])[0]
+            row = runner.step([(sequence, [choice.token_id])])
+        rates.append(tokens / (time.perf_counter() - start))
+        with _CountCalls() as counter:
+            row = runner.step([(sequence, [choice.token_id])])
+            sampler.sample(row, [Row(params=params, position=context + tokens)])
+        calls = counter.calls
+        runner.close_sequence(sequence)
+    return {
+        "what": "plain decoding, one sequence",
+        "numerics": numerics,
+        "context_tokens": context,
+        "tokens_per_run": tokens,
+        "temperature": temperature,
+        "tokens_per_s": [round(r, 1) for r in rates],
+        "best_tokens_per_s": round(max(rates), 1),
+        "median_tokens_per_s": round(statistics.median(rates), 1),
+        "best_ms_per_token": round(1000 / max(rates), 2),
+        "operator_calls_per_token": calls,
+        "prefill_s_best": round(min(prefills), 3),
+        "small_op_us_before": round(noise_before, 2),
+        "small_op_us_after": round(small_op_us(), 2),
+    }
+
+
+def _resident_bytes(pid: int) -> int | None:
+    status = Path(f"/proc/{pid}/status")
+    if not status.is_file():
+        return None
+    for line in status.read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def startup(model: str | Path | None = None, *, timeout_s: float = 60.0) -> dict[str, Any]:
+    """A server process from start to /readyz 200, and its peak resident memory then and after an
+    answer."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "deepdraft.cli.main", "serve", "--port", str(port)]
+    if model is not None:
+        command.insert(4, str(model))
+    start = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    base = f"http://127.0.0.1:{port}"
+    try:
+        while True:
+            if process.poll() is not None:
+                raise ConfigError(f"the server ended with status {process.returncode}")
+            if time.perf_counter() - start > timeout_s:
+                raise ConfigError(f"the server was not ready within {timeout_s} s")
+            try:
+                with urllib.request.urlopen(f"{base}/readyz", timeout=1) as answer:
+                    if answer.status == 200:
+                        break
+            except OSError:
+                time.sleep(0.02)
+        ready = time.perf_counter() - start
+        memory_ready = _resident_bytes(process.pid)
+        body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}
+        request = urllib.request.Request(
+            f"{base}/v1/chat/completions",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        begun = time.perf_counter()
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            usage = json.loads(answer.read())["usage"]
+        return {
+            "what": "server start",
+            "ready_s": round(ready, 2),
+            "peak_resident_mb_ready": memory_ready and round(memory_ready / 1e6),
+            "peak_resident_mb_after_answer": (m := _resident_bytes(process.pid)) and round(m / 1e6),
+            "first_answer_s": round(time.perf_counter() - begun, 2),
+            "first_answer_tokens": usage["completion_tokens"],
+        }
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+
+
+def main(
+    what: str,
+    model: str | Path,
+    *,
+    context: int = 600,
+    tokens: int = 200,
+    runs: int = 5,
+    numerics: str = "exact",
+    as_json: bool = False,
+    out: str | None = None,
+) -> int:
+    """Run one measurement, print it, and write it to `out` (JSON) when given."""
+    torch.set_num_threads(1)
+    if what == "speed":
+        result = speed(model, context=context, tokens=tokens, runs=runs, numerics=numerics)
+    elif what == "startup":
+        result = startup(model)
+    else:
+        raise ConfigError(f"bench knows speed and startup, got {what!r}")
+    record = {
+        **result,
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit(),
+        "machine": machine(),
+    }
+    text = json.dumps(record, indent=2)
+    if out:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        Path(out).write_text(text + "\n")
+    if as_json:
+        print(text)
+    else:
+        for key, value in record.items():
+            print(f"{key}: {value}")
+    return 0
