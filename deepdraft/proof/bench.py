@@ -139,7 +139,7 @@ def speed(
             row = runner.step([(sequence, [choice.token_id])])
         rates.append(tokens / (time.perf_counter() - start))
         with _CountCalls() as counter:
-            row = runner.step([(sequence, [choice.token_id])])
+            row = runner.step([(sequence, [prompt[-1]])])
             sampler.sample(row, [Row(params=params, position=context + tokens)])
         calls = counter.calls
         runner.close_sequence(sequence)
