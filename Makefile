@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 HOST ?= 127.0.0.1
 PORT ?= 8000
 
-.PHONY: setup setup-test serve test test-full check lint clean
+.PHONY: setup setup-test serve test test-full check clean constraints
 
 # A torch in 2.11..2.14 that is already there is kept; otherwise the CPU-sized pin goes in first, so
 # that no later requirement pulls in a CUDA build of several GB.
@@ -47,3 +47,11 @@ test-full: setup-test
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
+
+# Writes constraints.txt from a clean environment: plain name==version lines; torch stays outside.
+constraints:
+	rm -rf build/constraints && $(PYTHON) -m venv build/constraints
+	build/constraints/bin/pip install --quiet '$(TORCH)'
+	build/constraints/bin/pip install --quiet -e '.[test]'
+	build/constraints/bin/pip freeze --exclude-editable | grep -v '^torch==' > constraints.txt
+	rm -rf build/constraints
