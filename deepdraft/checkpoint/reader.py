@@ -25,7 +25,7 @@ from deepdraft.quant.formats import (
     dequantize_mxfp4,
 )
 
-_CHUNK_VALUES = 1 << 22
+_CHUNK_VALUES = 1 << 20
 """Values dequantised at a time: bounds temporaries to some ten MB whatever the tensor's size."""
 
 _DEQUANTIZE = {

@@ -28,6 +28,7 @@ from deepdraft.quant.simulate import (
 __all__ = [
     "GROUP",
     "decode_e2m1",
+    "decode_e2m1_pairs",
     "decode_e4m3",
     "decode_e8m0",
     "dequantize_fp8_row",
@@ -57,11 +58,24 @@ _E2M1_VALUES = torch.cat((_E2M1_MAGNITUDES, -_E2M1_MAGNITUDES))
 _E8M0_VALUES = torch.tensor(
     [2.0 ** (b - E8M0_BIAS) for b in range(255)] + [float("nan")], dtype=torch.float64
 )
+_E4M3_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+_PAIR_TYPES = {
+    torch.bfloat16: torch.int32,
+    torch.float32: torch.int64,
+    torch.float64: torch.complex128,
+}
+"""Types that hold two values of a dtype, so that one look-up decodes a byte of two codes."""
+
+
+def _look_up(table: Tensor, codes: Tensor) -> Tensor:
+    """table[codes] for byte codes of any shape; index_select is the fastest gather on a CPU."""
+    index = codes.view(torch.uint8).reshape(-1).int()
+    return table.index_select(0, index).view(codes.shape)
 
 
 def decode_e4m3(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """E4M3 codes (uint8 or float8_e4m3fn, any shape) as numbers; exact, 0x7F and 0xFF are NaN."""
-    return codes.view(torch.float8_e4m3fn).to(dtype)
+    return _look_up(_E4M3_VALUES.to(device=codes.device, dtype=dtype), codes)
 
 
 def encode_e4m3(x: Tensor) -> Tensor:
@@ -78,8 +92,7 @@ def decode_e8m0(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
     Exact in float64, float32 and bfloat16 (2**-127 is a subnormal of the last two).
     """
-    table = _E8M0_VALUES.to(device=codes.device, dtype=dtype)
-    return table[codes.view(torch.uint8).int()]
+    return _look_up(_E8M0_VALUES.to(device=codes.device, dtype=dtype), codes)
 
 
 def encode_e8m0(scale: Tensor) -> Tensor:
@@ -91,7 +104,7 @@ def encode_e8m0(scale: Tensor) -> Tensor:
 
 def decode_e2m1(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """E2M1 codes 0..15 (uint8, any shape) as numbers; exact. Code 8 is negative zero."""
-    return _E2M1_VALUES.to(device=codes.device, dtype=dtype)[codes.int()]
+    return _look_up(_E2M1_VALUES.to(device=codes.device, dtype=dtype), codes)
 
 
 def encode_e2m1(x: Tensor) -> Tensor:
@@ -103,6 +116,13 @@ def encode_e2m1(x: Tensor) -> Tensor:
     table = _E2M1_MAGNITUDES.to(device=x.device, dtype=x.dtype)
     code = torch.searchsorted(table, magnitude.contiguous()).to(torch.uint8)
     return code | (torch.signbit(x).to(torch.uint8) << 3)
+
+
+def decode_e2m1_pairs(packed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[..., n] bytes of two E2M1 codes -> [..., 2n] numbers, the low nibble first; exact."""
+    every_byte = torch.arange(256, dtype=torch.uint8, device=packed.device)
+    pairs = decode_e2m1(unpack_nibbles(every_byte[:, None]), dtype)
+    return _look_up(pairs.view(_PAIR_TYPES[dtype]).squeeze(-1), packed).view(dtype)
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
@@ -157,7 +177,7 @@ def quantize_fp8_row(x: Tensor, scales: Tensor | None = None) -> tuple[Tensor, T
 
 def dequantize_mxfp4(values: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """MXFP4 [..., n/2] bytes with E8M0 `scales` [..., n/32] -> [..., n]; exact."""
-    groups = decode_e2m1(unpack_nibbles(values), dtype).unflatten(-1, (-1, GROUP))
+    groups = decode_e2m1_pairs(values, dtype).unflatten(-1, (-1, GROUP))
     return groups.mul_(decode_e8m0(scales, dtype)[..., None]).flatten(-2)
 
 

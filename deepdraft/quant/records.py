@@ -68,7 +68,7 @@ def unpack_fp4_e4m3_group16(record: Tensor, dtype: torch.dtype = torch.float32) 
     """Inverse of `pack_fp4_e4m3_group16`: [..., n/2 + n/16] uint8 -> [..., n]."""
     dim = record.shape[-1] * KV_GROUP // (KV_GROUP // 2 + 1)
     packed, scales = record.split((dim // 2, dim // KV_GROUP), dim=-1)
-    codes = formats.decode_e2m1(formats.unpack_nibbles(packed), dtype)
+    codes = formats.decode_e2m1_pairs(packed, dtype)
     groups = codes.unflatten(-1, (-1, KV_GROUP))
     return groups.mul_(formats.decode_e4m3(scales.contiguous(), dtype)[..., None]).flatten(-2)
 

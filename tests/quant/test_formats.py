@@ -98,6 +98,16 @@ def test_low_nibble_comes_first():
     assert torch.equal(formats.unpack_nibbles(packed.view(torch.int8)), codes)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_pairs_of_every_byte(dtype):
+    packed = ALL_BYTES.view(2, 128)
+    expected = formats.decode_e2m1(formats.unpack_nibbles(packed), dtype)
+    pairs = formats.decode_e2m1_pairs(packed, dtype)
+    assert pairs.dtype == dtype
+    assert torch.equal(pairs, expected)
+    assert torch.equal(torch.signbit(pairs), torch.signbit(expected))
+
+
 def test_published_bytes_of_a_real_weight():
     # Layer 0 wkv, row 0, of the published checkpoint (architecture notes 7.2).
     values = torch.zeros(32, 32, dtype=torch.uint8)
