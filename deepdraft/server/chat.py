@@ -337,7 +337,7 @@ class ChatChoice(Choice):
     def _part(self, delta: Json, finish_reason: str | None = None) -> Json:
         logprobs = None
         if self._with_logprobs and any(self._unsent_logprobs.values()):
-            logprobs = self._unsent_logprobs
+            logprobs = _shown_logprobs(self._unsent_logprobs)
             self._unsent_logprobs = {"content": [], "reasoning_content": []}
         return {
             "index": self.index,
@@ -358,9 +358,14 @@ class ChatChoice(Choice):
         return {
             "index": self.index,
             "message": message,
-            "logprobs": self._logprobs if self._with_logprobs else None,
+            "logprobs": _shown_logprobs(self._logprobs) if self._with_logprobs else None,
             "finish_reason": self.finish_reason,
         }
+
+
+def _shown_logprobs(entries: dict[str, list[Json]]) -> Json:
+    """The lists of both kinds of text; null for one without tokens, as DeepSeek's API has it."""
+    return {kind: kept or None for kind, kept in entries.items()}
 
 
 def _texts(reasoning: bool, value: str) -> Json:

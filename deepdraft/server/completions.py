@@ -89,15 +89,17 @@ def _prompts(body: schema.CompletionRequest, model: ModelView) -> list[tuple[int
     if body.suffix is not None:
         assert isinstance(prompt, str)
         return [render_fim(prompt, body.suffix, model.tokenizer).token_ids]
-    many: Sequence[str | list[int]]
+    many: list[str | list[int]]
     if isinstance(prompt, str):
         many = [prompt]
     elif not prompt:
         raise RequestError("prompt is empty", param="prompt")
-    elif isinstance(prompt[0], int):
-        many = [prompt]  # type: ignore[list-item]
+    elif all(isinstance(p, int) for p in prompt):
+        many = [[p for p in prompt if isinstance(p, int)]]
+    elif all(isinstance(p, str) for p in prompt) or all(isinstance(p, list) for p in prompt):
+        many = [p for p in prompt if not isinstance(p, int)]
     else:
-        many = prompt  # type: ignore[assignment]
+        raise RequestError("prompt mixes texts, token ids and lists; send one kind", param="prompt")
     if len(many) > MAX_PROMPTS:
         raise RequestError(
             f"prompt has {len(many)} entries; at most {MAX_PROMPTS} go", param="prompt"
@@ -136,7 +138,8 @@ def _echo_text(
     prompt = body.prompt
     if isinstance(prompt, str):
         return prompt
-    one = prompt[index]
+    # A flat list of ids is one prompt: its entries are no texts.
+    one = prompt[index] if len(prompts) == len(prompt) else None
     return one if isinstance(one, str) else model.tokenizer.decode(prompts[index])
 
 

@@ -180,7 +180,8 @@ class ChatRequest(SamplingFields, kw_only=True):
 class CompletionRequest(SamplingFields, kw_only=True):
     """Body of POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str | int | list[int]]
+    """One text, several texts, one list of token ids, or several; never a mixture."""
     suffix: str | None = None
     echo: bool | None = None
     logprobs: int | None = None
@@ -234,6 +235,9 @@ _MAX_NAMED = 32
 _HEADER_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}\Z")
 
 RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest)
+_DECODERS: dict[type, Any] = {
+    kind: msgspec.json.Decoder(kind) for kind in (ChatRequest, CompletionRequest)
+}
 
 
 def field_names(kind: type[Struct]) -> frozenset[str]:
@@ -255,7 +259,7 @@ def read_body(body: bytes, kind: type[RequestT]) -> tuple[RequestT, tuple[str, .
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         ignored = _sort_out(fields, field_names(kind))
-        request = msgspec.json.decode(body, type=kind)
+        request = _DECODERS[kind].decode(body)
     except msgspec.ValidationError as error:
         raise _field_error(str(error)) from error
     except msgspec.DecodeError as error:
