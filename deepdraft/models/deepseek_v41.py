@@ -135,17 +135,21 @@ class DeepseekV41:
         source: WeightSource,
         token_map: list[int] | None,
         *,
-        numerics: str = "exact",
+        numerics: str | Numerics = "exact",
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         drafter: bool = True,
     ) -> None:
         """`token_map`: compressed id of each token (deepdraft.text.engram_token_map); needed where
-        the model has Engram layers. `drafter`: load the DSpark layers too."""
+        the model has Engram layers. `numerics`: a name, computed in `dtype`, or ready made.
+        `drafter`: load the DSpark layers too."""
         if args.engram_layer_ids and token_map is None:
             raise ConfigError("this model has Engram layers and needs the tokenizer's token map")
         self.args, self.device = args, device
-        self.num = num = make_numerics(numerics, dtype)
+        if isinstance(numerics, str):
+            numerics = make_numerics(numerics, dtype)
+        self.num = num = numerics
+        dtype = num.dtype
         weights = Weights(source, dtype, device)
         self.embed = weights.vector("embed.weight")
         self.blocks = [Block(args, weights, i, num) for i in range(args.num_hidden_layers)]
