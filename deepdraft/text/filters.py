@@ -4,9 +4,12 @@ Owns: `StopMatcher`, `JsonFilter`. How the stream is cut never changes what come
 Knows nothing of: tokens, reasoning, calls.
 """
 
+import re
 from collections.abc import Sequence
 
 _FENCE = "```"
+_FENCE_END = "\n```"
+_OPENER = re.compile(r"[ \t]*(\w*)[ \t]*\n?")
 _JSON_FENCES = frozenset({"", "json"})
 
 
@@ -59,6 +62,7 @@ class JsonFilter:
         self._held = ""
         self._skipped: list[str] = []
         self._mode = "search"  # then "bare", or "fence" and "done"
+        self._virtual = 0  # characters at the front of the fenced text that are not in the answer
 
     def push(self, text: str) -> str:
         """The part of the answer so far that belongs to the JSON and was not given yet."""
@@ -76,7 +80,7 @@ class JsonFilter:
         held, self._held = self._held, ""
         if self._mode == "search":
             return "".join(self._skipped) + held
-        return held if self._mode == "fence" else ""
+        return self._real(held) if self._mode == "fence" else ""
 
     def _search(self, text: str) -> str:
         while True:
@@ -86,18 +90,18 @@ class JsonFilter:
                 self._mode, self._held = "bare", ""
                 return text[bracket:]
             if fence < 0:
-                keep = partial_suffix(text, _FENCE)
-                self._skip(text, len(text) - keep)
+                self._skip(text, len(text) - partial_suffix(text, _FENCE))
                 return ""
-            newline = text.find("\n", fence)
-            if newline < 0:
-                self._skip(text, fence)
+            opener = _OPENER.match(text, fence + len(_FENCE))
+            assert opener is not None  # it matches the empty string
+            if opener.end() == len(text) and not text.endswith("\n"):
+                self._skip(text, fence)  # the rest of its line may follow
                 return ""
-            if text[fence + len(_FENCE) : newline].strip().lower() in _JSON_FENCES:
-                self._mode = "fence"
-                return self._in_fence(text[newline + 1 :])
-            # A fence of another language (or its end): its line is no JSON.
-            self._skip(text, newline + 1)
+            if opener[0].endswith("\n") and opener[1].lower() in _JSON_FENCES:
+                self._mode, self._virtual = "fence", 1
+                return self._in_fence("\n" + text[opener.end() :])
+            # The fence of another language, or the end of one.
+            self._skip(text, opener.end())
             text = self._held
 
     def _skip(self, text: str, count: int) -> None:
@@ -105,15 +109,18 @@ class JsonFilter:
         self._held = text[count:]
 
     def _in_fence(self, text: str) -> str:
-        end = text.find("\n" + _FENCE)
-        if text.startswith(_FENCE):
-            end = 0
+        end = text.find(_FENCE_END)
         if end >= 0:
             self._mode, self._held = "done", ""
-            return text[:end]
-        keep = partial_suffix(text, "\n" + _FENCE)
+            return self._real(text[:end])
+        keep = partial_suffix(text, _FENCE_END)
         self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        return self._real(text[: len(text) - keep])
+
+    def _real(self, text: str) -> str:
+        real = text[self._virtual :]
+        self._virtual = max(0, self._virtual - len(text))
+        return real
 
 
 def partial_suffix(text: str, pattern: str) -> int:

@@ -38,6 +38,15 @@ class Tokenizer:
             encoder.no_truncation()
             encoder.no_padding()
         self._ids: dict[str, int] = self._full.get_vocab(with_added_tokens=True)
+        if not self._ids:
+            raise CheckpointError(f"{where} has no tokens.")
+        for token in spec["added_tokens"]:
+            # The library gives its own ids where those of the file do not follow its vocabulary.
+            if self._ids.get(token["content"]) != token["id"]:
+                raise CheckpointError(
+                    f"{where}: added token {token['content']!r} has id {token['id']} in the file, "
+                    f"but the vocabulary puts it at {self._ids.get(token['content'])}."
+                )
         self.vocab_size: int = max(self._ids.values()) + 1
         """One more than the highest token id."""
         self.control_ids: frozenset[int] = frozenset(t["id"] for t in spec["added_tokens"])

@@ -71,6 +71,7 @@ def _toy_spec() -> dict[str, Any]:
     merges = [("<", "/"), (">", "Ċ"), ("Ġ", "c"), ("i", "n"), ("in", "v"), ("Ċ", "Ċ")]
     strings = [*alphabet, *(a + b for a, b in merges)]
     spec["model"]["vocab"] = {s: 30 + i for i, s in enumerate(strings)}
+    spec["model"]["vocab"] |= {s: 7 + i for i, s in enumerate(CONTROL)}
     spec["model"]["merges"] = [list(m) for m in merges]
     spec["added_tokens"] = [
         {
