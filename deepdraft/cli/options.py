@@ -1,0 +1,87 @@
+"""Options that several subcommands share.
+
+Owns: names and help of the shared options; which model is meant.
+Knows nothing of: HTTP, torch.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+
+from deepdraft.config import Numerics, Prefill
+from deepdraft.errors import CheckpointError
+
+DEMO_NAME = "demo"
+
+Decorated = Callable[..., Any]
+
+
+def model_argument(command: Decorated) -> Decorated:
+    """MODEL: a checkpoint directory, by default the bundled model."""
+    return click.argument("model", required=False, metavar="[MODEL]")(command)
+
+
+def engine_options(command: Decorated) -> Decorated:
+    """How a model is loaded."""
+    options = (
+        click.option(
+            "--numerics", type=click.Choice(get_args(Numerics)), help="Arithmetic [exact]."
+        ),
+        click.option(
+            "--prefill", type=click.Choice(get_args(Prefill)), help="How prompts are read [full]."
+        ),
+        click.option(
+            "--max-context", type=int, metavar="TOKENS", help="Prompt and answer together."
+        ),
+        click.option("--threads", type=int, metavar="N", help="CPU threads of one operator."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def sampling_options(command: Decorated) -> Decorated:
+    """How an answer is drawn."""
+    options = (
+        click.option("--max-tokens", type=int, metavar="N", help="Length limit of the answer."),
+        click.option("--temperature", type=float, metavar="T", help="0 takes the likeliest token."),
+        click.option("--top-p", type=float, metavar="P", help="Nucleus filter."),
+        click.option("--seed", type=int, metavar="N", help="Repeats an answer."),
+        click.option("--think/--no-think", default=None, help="Switch thinking on or off."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def model_directory(model: str | None) -> tuple[Path, str]:
+    """Directory and name of a model; None means the bundled one. Raises CheckpointError."""
+    if model is None:
+        from deepdraft.server.service import bundled_checkpoint
+
+        path, name = bundled_checkpoint(), DEMO_NAME
+        if not (path / "config.json").is_file():
+            raise CheckpointError(
+                "this installation has no bundled model; give a checkpoint directory as MODEL"
+            )
+        return path, name
+    path = Path(model)
+    if not path.is_dir():
+        raise CheckpointError(
+            f"no checkpoint directory at {model}; MODEL is the directory that holds config.json"
+        )
+    return path, path.resolve().name
+
+
+def body_fields(options: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a request body from the options of `sampling_options`, given ones only."""
+    fields = {
+        name: options[name]
+        for name in ("max_tokens", "temperature", "top_p", "seed")
+        if options[name] is not None
+    }
+    if options["think"] is not None:
+        fields["thinking"] = {"type": "enabled" if options["think"] else "disabled"}
+    return fields

@@ -1,0 +1,70 @@
+"""`deepdraft serve`: flags to settings, settings to a running server.
+
+Owns: the flags of `serve`.
+Knows nothing of: HTTP, torch (the server's loading thread imports it).
+"""
+
+from typing import Any
+
+import click
+
+from deepdraft.cli.options import engine_options, model_argument, model_directory
+from deepdraft.config import load_config
+
+
+@click.command()
+@model_argument
+@click.option("--host", metavar="NAME", help="Address to listen on [127.0.0.1].")
+@click.option("--port", type=int, metavar="N", help="Port to listen on, 0 for any free one [8000].")
+@click.option(
+    "--served-model-name",
+    multiple=True,
+    metavar="NAME",
+    help="A further name of the model; may be repeated. The first one is listed first.",
+)
+@engine_options
+@click.option("--max-running", type=int, metavar="N", help="Answers that grow together [4].")
+@click.option("--max-queue", type=int, metavar="N", help="Requests that may wait [256].")
+@click.option(
+    "--drain-seconds", type=float, metavar="S", help="Grace of running requests at the end [25]."
+)
+@click.option("--log-level", type=click.Choice(("debug", "info", "warning", "error")))
+@click.option("--config", "file", metavar="FILE", help="Settings in TOML; flags win over it.")
+def serve(model: str | None, file: str | None, **flags: Any) -> None:
+    """Serve a model over HTTP, by default the bundled one as `demo`.
+
+    MODEL is a checkpoint directory; its name is the directory's. The port opens at once; /readyz
+    answers 200 when the model is loaded and warm.
+    """
+    config = load_config(
+        file,
+        engine={
+            name: flags[name]
+            for name in (
+                "numerics",
+                "prefill",
+                "max_context",
+                "threads",
+                "max_running",
+                "max_queue",
+            )
+        },
+        server={
+            "host": flags["host"],
+            "port": flags["port"],
+            "served_model_names": flags["served_model_name"] or None,
+            "drain_s": flags["drain_seconds"],
+            "log_level": flags["log_level"],
+        },
+    )
+    path, name = model_directory(model)
+
+    from deepdraft.server.run import serve as run
+    from deepdraft.server.service import Service
+
+    def load() -> Any:
+        from deepdraft.engine.load import load_engine
+
+        return load_engine(path, config.engine, name=name)
+
+    run(Service(load, config))

@@ -1,0 +1,141 @@
+"""Subcommands that do one thing and end: generate, inspect, golden, selftest, bench.
+
+Owns: their flags.
+Knows nothing of: how the work is done; each command imports its module when it runs.
+"""
+
+import contextlib
+import json
+from typing import Any, get_args
+
+import click
+
+from deepdraft.cli.options import (
+    body_fields,
+    engine_options,
+    model_argument,
+    model_directory,
+    sampling_options,
+)
+from deepdraft.config import Numerics
+
+
+@click.command()
+@model_argument
+@click.option("-p", "--prompt", required=True, metavar="TEXT", help="What to answer.")
+@click.option("--raw", is_flag=True, help="Continue the text itself, without the chat format.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
+@click.option("--url", metavar="URL", help="Ask a server instead of loading a model.")
+@click.option("--model-name", metavar="NAME", help="The model to ask that server for.")
+@sampling_options
+@engine_options
+def generate(
+    model: str | None,
+    prompt: str,
+    raw: bool,
+    as_json: bool,
+    url: str | None,
+    model_name: str | None,
+    **options: Any,
+) -> None:
+    """Answer one prompt with a model, by default the bundled one, and print the answer.
+
+    Thinking goes to stderr, so that the answer alone can be piped on.
+    """
+    from deepdraft.cli.chat import open_backend
+
+    fields = body_fields(options)
+    if raw:
+        if options["think"] is not None:
+            raise click.UsageError("--think and --no-think belong to chat, not to --raw")
+        body = {**fields, "prompt": prompt}
+    else:
+        body = {**fields, "messages": [{"role": "user", "content": prompt}]}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    with contextlib.closing(open_backend(model, url, model_name, options)) as backend:
+        chunks = backend.answer("completions" if raw else "chat", body)
+        result = _collect(chunks, quiet=as_json)
+    if as_json:
+        click.echo(json.dumps(result, ensure_ascii=False))
+
+
+def _collect(chunks: Any, *, quiet: bool) -> dict[str, Any]:
+    """Puts an answer together and, unless `quiet`, writes it as it comes."""
+    text, reasoning, finish, usage, model = "", "", None, None, None
+    for chunk in chunks:
+        usage, model = chunk.get("usage") or usage, chunk.get("model", model)
+        for choice in chunk["choices"]:
+            delta = choice.get("delta") or {"content": choice.get("text")}
+            thought, piece = delta.get("reasoning_content") or "", delta.get("content") or ""
+            if not quiet:
+                if thought:
+                    click.echo(click.style(thought, dim=True), nl=False, err=True)
+                if piece and reasoning and not text:
+                    click.echo("\n", err=True)
+                click.echo(piece, nl=False)
+            text, reasoning = text + piece, reasoning + thought
+            finish = choice["finish_reason"] or finish
+    if not quiet and not text.endswith("\n"):
+        click.echo()
+    return {
+        "model": model,
+        "text": text,
+        "reasoning": reasoning or None,
+        "finish_reason": finish,
+        "usage": usage,
+    }
+
+
+@click.command()
+@click.argument("path")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--gpus", type=click.IntRange(1), metavar="N", help="What fits on N GPUs.")
+@click.option("--gpu-gb", type=click.FloatRange(0, min_open=True), metavar="GB", help="Their size.")
+@click.option(
+    "--accept-key", "accept_keys", multiple=True, metavar="KEY", help="An unknown key to accept."
+)
+def inspect(path: str, **options: Any) -> int:
+    """Show what a checkpoint directory, or a config.json alone, holds.
+
+    Tensors, parameters and bytes per group and format, bytes per token of context, and with --gpus
+    and --gpu-gb what fits.
+    """
+    from deepdraft.proof.inspect import main
+
+    return main(path, **options)
+
+
+@click.command()
+@click.argument("directory", metavar="DIR")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def golden(directory: str, as_json: bool) -> int:
+    """Replay the recorded data in DIR with its checkpoint; exit code 0 only if all pass."""
+    from deepdraft.proof.golden import main
+
+    return main(directory, as_json=as_json)
+
+
+@click.command()
+@click.option("--device", type=click.Choice(("cpu", "cuda")), default="cpu", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def selftest(device: str, as_json: bool) -> int:
+    """Check that this machine's arithmetic is what the engine relies on."""
+    from deepdraft.proof.selftest import main
+
+    return main(device, as_json=as_json)
+
+
+@click.command()
+@click.argument("what", type=click.Choice(("speed", "startup")))
+@model_argument
+@click.option("--context", type=click.IntRange(1), default=600, show_default=True, metavar="N")
+@click.option("--tokens", type=click.IntRange(1), default=200, show_default=True, metavar="N")
+@click.option("--runs", type=click.IntRange(1), default=5, show_default=True, metavar="N")
+@click.option("--numerics", type=click.Choice(get_args(Numerics)), default="exact")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--out", metavar="FILE", help="Write the result there, too.")
+def bench(what: str, model: str | None, **options: Any) -> int:
+    """Measure decoding speed or start-up of a model, by default the bundled one."""
+    from deepdraft.proof.bench import main
+
+    return main(what, model_directory(model)[0], **options)
