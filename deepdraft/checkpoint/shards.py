@@ -23,7 +23,8 @@ MAX_HEADER_BYTES = 100_000_000
 _MAX_INDEX_BYTES = 256 << 20
 _MAX_SHARDS = 4096
 _MAX_DIMS = 8
-_MAX_LISTED = 24
+_MAX_LISTED = 6
+"""Problems shown of each kind."""
 
 _DTYPE_BYTES = {
     "BOOL": 1,
@@ -142,20 +143,21 @@ def _entry(path: Path, name: str, value: object, data_start: int) -> Stored:
 def _check_layout(path: Path, stored: Iterable[Stored], position: int, size: int) -> None:
     """Tensors must follow each other without overlap or gap and end where the file ends."""
     before = "the header"
-    for item in sorted(stored, key=lambda s: (s.start, s.end)):
+    ordered = sorted(stored, key=lambda s: (s.start, s.end))
+    last = max(ordered, key=lambda s: s.end, default=None)
+    if last is not None and last.end > size:
+        raise CheckpointError(
+            f"{path} is truncated or corrupt: {last.name!r} ends at byte {last.end}, the file has "
+            f"{size}; download it again"
+        )
+    before = "the header"
+    for item in ordered:
         if item.start != position:
             problem = "overlaps" if item.start < position else "leaves a gap after"
             raise CheckpointError(f"{path} is corrupt: {item.name!r} {problem} {before}")
         position, before = item.end, repr(item.name)
-    if position > size:
-        raise CheckpointError(
-            f"{path} is truncated: it has {size} bytes, its header describes {position}; "
-            "download it again"
-        )
     if position < size:
-        raise CheckpointError(
-            f"{path} is corrupt: {size - position} bytes follow the last tensor {before}"
-        )
+        raise CheckpointError(f"{path} is corrupt: {size - position} bytes follow {before}")
 
 
 def find_shards(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
@@ -216,64 +218,70 @@ def locate_tensors(directory: Path, table: Mapping[str, Entry]) -> dict[str, Sto
     """
     shards, weight_map = find_shards(directory)
     stored: dict[str, Stored] = {}
-    problems: list[str] = []
+    twice: list[str] = []
     for shard in shards:
         for name, place in read_header(shard).items():
             if name in stored:
-                problems.append(
-                    f"{name} is stored twice, in {stored[name].shard.name} and {shard.name}"
-                )
+                twice.append(f"{name} is in {stored[name].shard.name} and {shard.name}")
             stored.setdefault(name, place)
-    problems += _name_problems(table, stored)
-    problems += _form_problems(table, stored)
-    if weight_map is not None:
-        problems += _index_problems(weight_map, stored)
-    if problems:
-        shown = "\n  ".join(problems[:_MAX_LISTED])
-        more = f"\n  ... and {len(problems) - _MAX_LISTED} more" * (len(problems) > _MAX_LISTED)
-        raise CheckpointError(
-            f"{directory} does not hold the tensors of its config.json "
-            f"({len(problems)} problems):\n  {shown}{more}"
-        )
+    problems = {
+        **_name_problems(table, stored),
+        "stored twice": twice,
+        **_form_problems(table, stored),
+        "index": _index_problems(weight_map, stored) if weight_map is not None else [],
+    }
+    count = sum(map(len, problems.values()))
+    if count:
+        lines = [f"{directory} does not hold the tensors of its config.json ({count} problems):"]
+        for kind, found in problems.items():
+            lines += [f"  {kind}: {problem}" for problem in found[:_MAX_LISTED]]
+            if len(found) > _MAX_LISTED:
+                lines.append(f"  {kind}: {len(found) - _MAX_LISTED} more")
+        raise CheckpointError("\n".join(lines))
     return stored
 
 
-def _name_problems(table: Mapping[str, Entry], stored: Mapping[str, Stored]) -> list[str]:
+def _name_problems(
+    table: Mapping[str, Entry], stored: Mapping[str, Stored]
+) -> dict[str, list[str]]:
     missing = [name for name in table if name not in stored]
     left_over = [name for name in stored if name not in table]
-    # Both kinds stay in view when one of them fills the list.
-    half = _MAX_LISTED // 2
-    problems = []
-    near = Nearest(left_over)
-    for count, name in enumerate(missing):
-        hint = near.hint(name, "left over") if count < half else ""
-        problems.append(f"missing: {name} {list(table[name].shape)}{hint}")
-    near = Nearest(missing or table)
-    extra = []
-    for count, name in enumerate(left_over):
-        hint = near.hint(name, "expected") if count < half else ""
-        extra.append(f"left over: {name} in {stored[name].shard.name}{hint}")
-    return problems[:half] + extra[:half] + problems[half:] + extra[half:]
+    # Names are compared only for the lines that are shown.
+    near_missing, near_extra = Nearest(missing or table), Nearest(left_over)
+    return {
+        "missing": [
+            f"{name} {list(table[name].shape)}"
+            + (near_extra.hint(name, "left over") if i < _MAX_LISTED else "")
+            for i, name in enumerate(missing)
+        ],
+        "left over": [
+            f"{name} in {stored[name].shard.name}"
+            + (near_missing.hint(name, "expected") if i < _MAX_LISTED else "")
+            for i, name in enumerate(left_over)
+        ],
+    }
 
 
-def _form_problems(table: Mapping[str, Entry], stored: Mapping[str, Stored]) -> list[str]:
-    problems = []
+def _form_problems(
+    table: Mapping[str, Entry], stored: Mapping[str, Stored]
+) -> dict[str, list[str]]:
+    shapes, dtypes = [], []
     for name, entry in table.items():
         place = stored.get(name)
         if place is None:
             continue
         if place.shape != entry.shape:
-            problems.append(
-                f"wrong shape: {name} is {list(place.shape)} in {place.shard.name}, "
+            shapes.append(
+                f"{name} is {list(place.shape)} in {place.shard.name}, "
                 f"config.json makes it {list(entry.shape)}"
             )
         supported = STORED_DTYPES[entry.format]
         if place.dtype not in supported:
-            problems.append(
-                f"wrong dtype: {name} is {place.dtype} in {place.shard.name}, "
+            dtypes.append(
+                f"{name} is {place.dtype} in {place.shard.name}, "
                 f"it must be {' or '.join(supported)}"
             )
-    return problems
+    return {"wrong shape": shapes, "wrong dtype": dtypes}
 
 
 def _index_problems(weight_map: Mapping[str, str], stored: Mapping[str, Stored]) -> list[str]:
@@ -281,11 +289,11 @@ def _index_problems(weight_map: Mapping[str, str], stored: Mapping[str, Stored])
     for name, file in weight_map.items():
         place = stored.get(name)
         if place is None:
-            problems.append(f"the index puts {name} in {file}, no shard holds it")
+            problems.append(f"puts {name} in {file}, no shard holds it")
         elif place.shard.name != file:
-            problems.append(f"the index puts {name} in {file}, it lies in {place.shard.name}")
+            problems.append(f"puts {name} in {file}, it lies in {place.shard.name}")
     problems += [
-        f"the index does not name {name}, which lies in {place.shard.name}"
+        f"does not name {name}, which lies in {place.shard.name}"
         for name, place in stored.items()
         if name not in weight_map
     ]

@@ -60,16 +60,20 @@ def write_checkpoint(
     if any(directory.glob("*.safetensors*")):
         raise CheckpointError(f"{directory} already holds a checkpoint; choose another directory")
     shards = list(_split(table.values(), max_shard_bytes))
-    weight_map: dict[str, str] = {}
-    for number, entries in enumerate(shards, start=1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_shard(directory / name, table, entries, tensors)
-        weight_map |= dict.fromkeys((entry.name for entry in entries), name)
+    names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+    try:
+        for name, entries in zip(names, shards, strict=True):
+            _write_shard(directory / name, table, entries, tensors)
+    except BaseException:
+        for name in names:
+            (directory / name).unlink(missing_ok=True)
+        raise
+    weight_map = {e.name: name for name, shard in zip(names, shards, strict=True) for e in shard}
     index = {
         "metadata": {"total_size": sum(entry.num_bytes for entry in table.values())},
-        "weight_map": {name: weight_map[name] for name in table},
+        "weight_map": weight_map,
     }
-    # Last, so that an interrupted export is not taken for a checkpoint.
+    # Last, so that a killed export is not taken for a checkpoint.
     _write_json(directory / INDEX_NAME, index)
     _write_json(directory / "config.json", config)
 

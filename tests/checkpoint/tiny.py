@@ -61,13 +61,17 @@ def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Ten
     }
 
 
-def write_tiny(directory: Path, *, shards: int = 2, **text: Any) -> dict[str, torch.Tensor]:
-    """Writes a tiny checkpoint of about `shards` files; returns the floats it was made from."""
+def write_tiny(directory: Path, **text: Any) -> dict[str, torch.Tensor]:
+    """Writes a tiny checkpoint of two shards; returns the floats it was made from."""
     config = tiny_config(**text)
     tensors = random_tensors(config)
-    total = sum(entry.num_bytes for entry in tensor_table(parse_args(config)).values())
-    write_checkpoint(directory, config, tensors, max_shard_bytes=-(-total // shards) + 2000)
+    write_checkpoint(directory, config, tensors, max_shard_bytes=two_shards(config))
     return tensors
+
+
+def two_shards(config: dict[str, Any]) -> int:
+    """The shard size that splits a checkpoint in two."""
+    return sum(e.num_bytes for e in tensor_table(parse_args(config)).values()) * 6 // 10
 
 
 def shard_paths(directory: Path) -> list[Path]:
