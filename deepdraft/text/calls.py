@@ -52,9 +52,12 @@ _STRING = re.compile(r'\bstring\s*=\s*"?(true|false)"?')
 _BARE_END = re.compile(r"=\s*[\w.-]+\s*\Z")
 
 
-def tag_end(text: str) -> int:
-    """Index of the `>` that ends a tag whose text after the marker is `text`, or -1."""
-    end = text.find(">")
+def tag_end(text: str, start: int = 0) -> int:
+    """Index of the `>` that ends a tag whose text after the marker is `text`, or -1.
+
+    Where text before `start` was searched already and had none, more text changes nothing there.
+    """
+    end = text.find(">", start)
     while end >= 0:
         head = text[:end].rstrip()
         if '"' not in head or head.endswith('"') or _BARE_END.search(head):

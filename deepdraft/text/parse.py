@@ -98,8 +98,10 @@ class OutputParser:
             if token_id is not None:
                 self._markers[token_id] = marker
         self._outer = self._state  # REASONING or CONTENT while OPENING
-        self._held = ""  # text that may belong to a tag or is white space to drop
+        self._newlines = 0  # held back in reasoning and content: maybe white space to drop
+        self._held = ""  # held back after them: may belong to a tag
         self._tag = ""
+        self._tag_searched = 0
         self._tag_closing = False
         self._pending_text = ""  # text input: may be the beginning of a marker
         self._calls: list[CallWriter] = []
@@ -151,7 +153,7 @@ class OutputParser:
         if self._decoder is not None:
             self._decoder.flush()
         if self._state in (_State.REASONING, _State.CONTENT):
-            self._emit_text(self._held)
+            self._emit_held()
         elif self._state is _State.VALUE:
             self._arguments(self._calls[-1].extend(self._held) if self._in_call else "")
         self._held = ""
@@ -194,12 +196,12 @@ class OutputParser:
         if self._state is _State.OPENING:
             self._not_a_block()
         if self._state is _State.REASONING:
-            if "<" in self._held:
-                self._emit_text(self._held)
-            self._state, self._held, self._strip = _State.CONTENT, "", True
+            if self._held:
+                self._emit_held()
+            self._state, self._newlines, self._strip = _State.CONTENT, 0, True
         elif self._state is _State.CONTENT:
-            self._emit_text(self._held)  # a stray one is swallowed
-            self._held, self._strip = "", False
+            self._emit_held()  # a stray one is swallowed
+            self._strip = False
         else:
             self._read_text(_THINK_END)
 
@@ -250,27 +252,33 @@ class OutputParser:
 
     def _read_plain(self, text: str) -> None:
         """Reasoning or content; newlines (and a `<`) at the end may turn out to be dropped."""
-        text = self._held + text
-        self._held = ""
+        text, self._held = self._held + text, ""
         if self._strip:
             text = text.lstrip("\n")
-            if not text:
-                return
-        body = text.removesuffix("<") if self._parse_calls else text
+        if self._parse_calls and text.endswith("<"):
+            text, self._held = text[:-1], "<"
+        body = text
         if self._parse_calls or self._state is _State.REASONING:
-            body = body.rstrip("\n")
-        self._held = text[len(body) :]
-        self._emit_text(body)
+            body = text.rstrip("\n")
+        if body:
+            newlines, self._newlines = self._newlines, 0
+            self._emit_text("\n" * newlines + body)
+        self._newlines += len(text) - len(body)
+
+    def _emit_held(self) -> None:
+        text = "\n" * self._newlines + self._held
+        self._newlines, self._held = 0, ""
+        self._emit_text(text)
 
     def _check_opening(self) -> None:
         if self._tag.startswith(_BLOCK_OPENERS):
-            self._held = ""
+            self._newlines, self._held = 0, ""
             rest = self._tag[self._tag.index(">") + 1 :]
             self._state = _State.CALLS
             self._read_text(rest)
         elif self._tag.startswith(_INVOKE_OPENERS):
             # A call without a block around it.
-            rest = self._tag
+            rest, self._newlines = self._tag, 0
             self._begin_tag(closing=False)
             self._read_text(rest)
         elif not any(o.startswith(self._tag) for o in (*_BLOCK_OPENERS, *_INVOKE_OPENERS)):
@@ -283,12 +291,14 @@ class OutputParser:
         self._read_plain(text)
 
     def _begin_tag(self, *, closing: bool) -> None:
-        self._held, self._tag, self._tag_closing = "", "", closing
+        self._held, self._tag, self._tag_searched = "", "", 0
+        self._tag_closing = closing
         self._state = _State.TAG
 
     def _check_tag(self) -> None:
         head = self._tag[:_MAX_TAG]
-        end = tag_end(head)
+        end = tag_end(head, self._tag_searched)
+        self._tag_searched = len(head)
         if end >= 0:
             rest = self._tag[end + 1 :]
             self._end_tag(read_tag(head[:end], closing=self._tag_closing))
