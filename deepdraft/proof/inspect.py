@@ -7,6 +7,7 @@ torch. Knows nothing of: devices of this machine, the engine.
 import json
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,7 @@ def inspect(
     shards = 0
     if not is_file:
         shards = len({place.shard for place in locate_tensors(path, table).values()})
+    weights = _Weights.of(table.values())
     return {
         "path": str(path),
         "files": "config only" if is_file else f"{shards} shards, every tensor accounted for",
@@ -95,7 +97,7 @@ def inspect(
         },
         "state": _state(args),
         "fits": [
-            _fit(args, table.values(), count, size_gb, engram_on_gpu=on_gpu)
+            _fit(args, weights, count, size_gb, engram_on_gpu=on_gpu)
             for count in ((gpus,) if gpus else DEFAULT_GPUS)
             for on_gpu in ((True, False) if args.engram_layer_ids else (True,))
         ],
@@ -129,24 +131,38 @@ def is_split(name: str) -> bool:
     return any(part in f".{name}" for part in _SPLIT_PARTS)
 
 
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """Bytes of the text model and drafter by where they lie; skipped modules are not counted."""
+
+    tables: int
+    """Engram tables, which may stay in host memory."""
+    split: int
+    whole: int
+
+    @classmethod
+    def of(cls, entries: Iterable[Entry]) -> "_Weights":
+        tables = split = whole = 0
+        for entry in entries:
+            if entry.module in SKIP_RULES:
+                continue
+            if entry.group == "Engram tables":
+                tables += entry.num_bytes
+            elif is_split(entry.name):
+                split += entry.num_bytes
+            else:
+                whole += entry.num_bytes
+        return cls(tables, split, whole)
+
+
 def _fit(
-    args: V41Args, entries: Iterable[Entry], gpus: int, gpu_gb: float, *, engram_on_gpu: bool
+    args: V41Args, weights: _Weights, gpus: int, gpu_gb: float, *, engram_on_gpu: bool
 ) -> dict[str, Any]:
     """Weights and context of one model split over `gpus`; every GPU holds the whole KV."""
-    split = whole = host = 0
-    for entry in entries:
-        if entry.module in SKIP_RULES:
-            continue
-        if entry.group == "Engram tables" and not engram_on_gpu:
-            host += entry.num_bytes
-        elif is_split(entry.name):
-            split += entry.num_bytes
-        else:
-            whole += entry.num_bytes
-    weights = whole + -(-split // gpus)
+    split = weights.split + (weights.tables if engram_on_gpu else 0)
+    per_gpu = weights.whole + -(-split // gpus)
     usable = int(gpu_gb * 1e9 * (1 - RESERVED_SHARE)) - WORKSPACE_BYTES
-    free = usable - weights
-    for_tokens = free - totals.constant_state_bytes(args)
+    for_tokens = usable - per_gpu - totals.constant_state_bytes(args)
     problem = ""
     if args.o_groups % gpus:
         problem = f"o_groups = {args.o_groups} does not divide by {gpus}"
@@ -156,8 +172,8 @@ def _fit(
         "gpus": gpus,
         "gpu_gb": gpu_gb,
         "engram_tables": "gpu" if engram_on_gpu else "host",
-        "weight_bytes_per_gpu": weights,
-        "host_bytes": host,
+        "weight_bytes_per_gpu": per_gpu,
+        "host_bytes": 0 if engram_on_gpu else weights.tables,
         "usable_bytes_per_gpu": usable,
         "fits": not problem,
         "problem": problem,
