@@ -203,7 +203,11 @@ def _recipe_message(
                 text, message.tool_call_id, sources or None, image_token=sentinel
             )
         case "assistant":
-            calls = [recipe.ToolCall(c.id, c.name, c.arguments) for c in message.tool_calls]
+            # Some clients replay a call without arguments as an empty string.
+            calls = [
+                recipe.ToolCall(c.id, c.name, c.arguments if c.arguments.strip() else "{}")
+                for c in message.tool_calls
+            ]
             # Many clients never send reasoning back; an empty one keeps the turn's usual form.
             reasoning = "" if thinking and message.reasoning is None else message.reasoning
             return recipe.AssistantMessage(text, reasoning, calls or None, message.prefix)

@@ -4,12 +4,14 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import deepdraft
 from deepdraft.errors import EngineError, RequestError
 from deepdraft.text import prompt as prompt_module
 from deepdraft.text.conversation import EFFORT_NAMES, TASKS
@@ -182,7 +184,7 @@ def test_no_text_of_a_client_gives_a_control_token(text: str, family: Family, th
                 reasoning=t,
                 tool_calls=(
                     ToolCall("1", "f", json.dumps({"a": t, f"k{t}": [t]}, ensure_ascii=False)),
-                    ToolCall("2", "f", t),
+                    ToolCall("2", "f", f"x{t}"),
                 ),
             ),
             Message(role="tool", content=t, tool_call_id="1"),
@@ -222,6 +224,19 @@ def test_fim_text_is_plain() -> None:
     assert prompt.parse_start == ParseStart(stage="content_continuation")
 
 
+def test_bundled_tokenizer_has_every_token_that_a_prompt_can_hold() -> None:
+    tokenizer = Tokenizer.load(Path(deepdraft.__file__).parent / "demo" / "checkpoint")
+    assert missing_chat_tokens(tokenizer, "v4.1") == ()
+    assert tokenizer.id_of("<｜User｜>") != cases.published_tokenizer().id_of("<｜User｜>")
+    for task in TASKS:
+        render_chat(Conversation(messages=(HI,), task=task), tokenizer)
+    image = Message(role="user", content=(ImagePart("x"), TextPart("<think>中🙂")))
+    reminder = Message(role="latest_reminder", content="r")
+    prompt = render_chat(Conversation(messages=(image, reminder), tools=(TOOL,)), tokenizer)
+    assert tokenizer.decode(prompt.token_ids) == prompt.text
+    assert render_fim("a", "b", tokenizer).token_ids
+
+
 # Roles and history
 
 
@@ -239,6 +254,16 @@ def test_empty_turns() -> None:
     call = Message(role="assistant", tool_calls=(ToolCall("1", "f", "{}"),))
     prompt = render(HI, call, Message(role="tool", tool_call_id="1"))
     assert "<｜User｜><tool_result></tool_result><｜Assistant｜>" in prompt.text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_arguments_of_past_calls(family: Family) -> None:
+    def build(arguments: str) -> RenderedPrompt:
+        call = Message(role="assistant", tool_calls=(ToolCall("1", "f", arguments),))
+        return render(HI, call, Message(role="tool", tool_call_id="1"), family=family)
+
+    assert build("") == build(" ") == build("{}")
+    assert 'parameter name="arguments" string="true">[1]</' in build("[1]").text
 
 
 @pytest.mark.parametrize("family", FAMILIES)
