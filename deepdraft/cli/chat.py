@@ -5,6 +5,7 @@ Knows nothing of: where answers come from.
 """
 
 import contextlib
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,8 @@ def chat(
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())
+    # Some shells start background jobs with SIGINT ignored; Ctrl-C must always stop an answer.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with contextlib.closing(open_backend(model, url, model_name, options)) as backend:
         session = Chat(backend, body_fields(options), system)
         click.echo("Ask something; /help lists the commands.")
