@@ -241,6 +241,8 @@ def _check_fixed_behaviour(text: _Section, rope: _Section) -> None:
     text.fixed("topk_method", "noaux_tc")
     text.fixed("norm_topk_prob", True)
     rope.fixed("rope_type", "yarn")
+    if rope.has("type"):  # the older name of rope_type
+        rope.fixed("type", "yarn")
 
 
 def _special_tokens(top: _Section) -> dict[str, Any]:

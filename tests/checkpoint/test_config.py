@@ -151,6 +151,7 @@ UNSUPPORTED = [
     ("text_config.topk_method", "group_limited_greedy", "noaux_tc"),
     ("text_config.norm_topk_prob", False, True),
     ("text_config.rope_scaling.rope_type", "linear", "yarn"),
+    ("text_config.rope_scaling.type", "linear", "yarn"),
 ]
 
 

@@ -138,9 +138,9 @@ def test_human_output(capsys):
     assert "o_groups = 8 does not divide by 3" in capsys.readouterr().out
 
 
-def test_json_output(capsys, published):
-    assert main(PUBLISHED, as_json=True) == 0
-    assert json.loads(capsys.readouterr().out) == published
+def test_json_output(capsys, directory):
+    assert main(directory, as_json=True) == 0
+    assert json.loads(capsys.readouterr().out) == inspect(directory)
 
 
 def test_a_directory_is_checked_against_its_headers(directory, tmp_path):
