@@ -9,7 +9,7 @@ A row is three int32 arrays of length T: token ids, position in the piece, piece
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -116,9 +116,27 @@ class Sampler:
     """Batches [3, B, T] drawn from the sources of one split, by weight per token."""
 
     def __init__(
-        self, corpus: Any, split: str, length: int, align: int, pad_id: int, seed: int
+        self,
+        corpus: Any,
+        split: str,
+        length: int,
+        align: int,
+        pad_id: int,
+        seed: int,
+        factors: dict[str, float] | None = None,
     ) -> None:
-        chosen = [s for s in sources_of(corpus) if s.split == split and s.end - s.start >= 2]
+        """`factors`: weight by name prefix, in place of the corpus's own (longest prefix wins)."""
+        factors = factors or {}
+
+        def weigh(s: Source) -> Source:
+            known = [k for k in factors if s.name.startswith(k)]
+            return replace(s, weight=factors[max(known, key=len)]) if known else s
+
+        chosen = [
+            s
+            for s in map(weigh, sources_of(corpus))
+            if s.split == split and s.end - s.start >= 2 and s.weight > 0
+        ]
         self.rows = [
             SourceRows(corpus, s, length, align, pad_id, seed + 17 * k)
             for k, s in enumerate(chosen)

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import torch
-from deepdraft.checkpoint.reader import Checkpoint
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
+from deepdraft.checkpoint.reader import Checkpoint
 from training import drafter
 from training.model import Batch, Model
 
@@ -63,7 +63,9 @@ def compare(golden: Path, float64: bool = False) -> dict[str, float]:
     batch = pad_rows(row, args.sliding_window * args.candidate_block_size)
     out = model(batch)
     logits = load_file(golden / "logits-exact.safetensors")
-    result = {"oneshot_logits": relative(model.logits(out.hidden)[0, :length], logits["oneshot_logits"])}
+    result = {
+        "oneshot_logits": relative(model.logits(out.hidden)[0, :length], logits["oneshot_logits"])
+    }
     short = torch.tensor(tokens["short16"])
     got = model.logits(model(pad_rows(short, args.sliding_window * 8)).hidden)[:, : short.shape[1]]
     result["short16_logits"] = relative(got, logits["short16_logits"])

@@ -98,5 +98,3 @@ def confidence(model: Model, hidden: Tensor, embedding: Tensor) -> Tensor:
     last = f"mtp.{model.args.num_nextn_predict_layers - 1}"
     x = ops.acc(torch.cat((hidden, embedding), -1))
     return functional.linear(x, model.stat(f"{last}.confidence_head.proj.weight"))[..., 0]
-
-

@@ -209,5 +209,3 @@ def mean_of(result: dict[str, dict[str, float]] | None, key: str) -> float | Non
     if not result:
         return None
     return round(sum(v[key] for v in result.values()) / len(result), 4)
-
-

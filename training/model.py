@@ -13,10 +13,10 @@ import math
 from dataclasses import dataclass, field
 
 import torch
-from deepdraft.arch import LayerRole, V41Args
 from torch import Tensor, nn
 from torch.nn import functional
 
+from deepdraft.arch import LayerRole, V41Args
 from training import ops, quantise
 from training.spec import Param, engram_tables, parameter_table
 
@@ -229,7 +229,8 @@ class Base(nn.Module):
         """cos, sin [.., rope/2] in the statistics dtype."""
         kind = "compressed" if compressed else "window"
         cos, sin = getattr(self, f"cos_{kind}"), getattr(self, f"sin_{kind}")
-        return cos[pos], sin[pos]
+        index = pos.long()
+        return cos[index], sin[index]
 
     def queries(self, c: Tensor, p: str, rope: tuple[Tensor, Tensor]) -> Tensor:
         """Rotated, scaled queries [.., H, D] from the latent c [.., q_lora]."""
@@ -295,7 +296,9 @@ class Model(Base):
         entries = {}
         for r in sorted({x for x in a.compress_ratios if x}):
             last = torch.arange(length // r, device=dev) * r + r - 1
-            entries[r] = (last <= row[:, None]) & (batch.seg[:, None, last] == batch.seg[:, :, None])
+            entries[r] = (last <= row[:, None]) & (
+                batch.seg[:, None, last] == batch.seg[:, :, None]
+            )
         ropes = {c: self.rope_at(batch.pos, c) for c in (False, True)}
         return _Shared(ropes, windows, entries)
 
@@ -368,14 +371,14 @@ class Model(Base):
                 float("inf"),
                 best,
             )
-            top = best.topk(min(a.candidate_topk_blocks, best.shape[-1]), -1)
+            top = best.topk(min(a.candidate_topk_blocks, best.shape[-1]), -1, sorted=False)
             keep = torch.zeros_like(best, dtype=torch.bool)
             keep.scatter_(-1, top.indices, top.values > float("-inf"))
             sh.candidates = keep.repeat_interleave(size, -1)[..., :entries]
         if role.restricted:
             assert sh.candidates is not None
             scores = scores.masked_fill(~sh.candidates, float("-inf"))
-        top = scores.topk(min(a.index_topk, entries), -1)
+        top = scores.topk(min(a.index_topk, entries), -1, sorted=False)
         chosen = torch.zeros_like(mask)
         return chosen.scatter_(-1, top.indices, top.values > float("-inf"))
 

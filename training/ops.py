@@ -38,19 +38,29 @@ def _large(args: tuple[Any, ...]) -> bool:
 
 
 class Piece:
-    """A function that can run eagerly or compiled; the switch is global."""
+    """A function that can run eagerly or compiled; one whose compilation fails stays eager."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.eager = fn
         self._compiled: Callable[..., Any] | None = None
+        self._broken = False
         self.__name__ = fn.__name__
 
     def __call__(self, *args: Any) -> Any:
         if not _COMPILED or not _large(args):
             return self.eager(*args)
+        if self._broken:
+            return self.eager(*args)
         if self._compiled is None:
             self._compiled = torch.compile(self.eager, dynamic=False)
-        return self._compiled(*args)
+        try:
+            return self._compiled(*args)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as e:
+            self._broken = True
+            print(f"{self.__name__} runs eagerly: {type(e).__name__}: {str(e)[:300]}", flush=True)
+            return self.eager(*args)
 
 
 def acc(x: Tensor) -> Tensor:
@@ -133,14 +143,14 @@ def swiglu(h: Tensor, weight: Tensor, limit: float) -> Tensor:
 
 
 @Piece
-def engram_inject(
-    streams: Tensor, kv: Tensor, qw: Tensor, kw: Tensor
-) -> Tensor:
+def engram_inject(streams: Tensor, kv: Tensor, qw: Tensor, kw: Tensor) -> Tensor:
     """Architecture 5.3: streams [.., n, d], kv [.., n + 1, d] -> streams."""
     n, d = streams.shape[-2:]
     x, key, val = acc(streams), acc(kv[..., :n, :]), acc(kv[..., n, :])
     dot = (x * qw * kw * key).sum(-1) * d**-0.5
-    dot = dot * torch.rsqrt(x.square().mean(-1) + 1e-20) * torch.rsqrt(key.square().mean(-1) + 1e-20)
+    dot = (
+        dot * torch.rsqrt(x.square().mean(-1) + 1e-20) * torch.rsqrt(key.square().mean(-1) + 1e-20)
+    )
     gate = torch.sigmoid(dot.sign() * dot.abs().clamp(min=1e-6).sqrt())
     return (x + gate[..., None] * val[..., None, :]).to(streams.dtype)
 

@@ -59,7 +59,7 @@ class Muon:
             at = 0
             for (p, _), g_p in zip(members, grads, strict=True):
                 n = g_p.shape[0]
-                if self.decay:
+                if self.decay and p.grad is not None:
                     p.mul_(1 - lr * self.decay)
                 p.add_(u[at : at + n].reshape(p.shape))
                 at += n
@@ -76,7 +76,7 @@ class Optimiser:
         adam_lr: float,
         only: str | None = None,
         momentum: float = 0.95,
-        decay: float = 0.02,
+        decay: float = 0.01,
     ) -> None:
         self.muon_lr, self.adam_lr = muon_lr, adam_lr
         muon, embed, adam = [], [], []

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from deepdraft.arch import V41Args
-
 from training.spec import demo_args
 
 NOISE = "<\uff5cSystem\uff5c>"

@@ -8,6 +8,8 @@ All work on any float dtype of at least float32 precision internally and keep th
 import torch
 from torch import Tensor
 
+from training import ops
+
 FP8_MAX = 448.0
 FP4_MAX = 6.0
 
@@ -46,13 +48,26 @@ def _groups(x: Tensor, size: int) -> Tensor:
     return x.unflatten(-1, (x.shape[-1] // size, size))
 
 
+@ops.Piece
+def _fp8_group32(x: Tensor) -> Tensor:
+    g = _groups(_work(x), 32)
+    scale = pow2_ceil(g.abs().amax(-1, keepdim=True).clamp(min=1e-4) / FP8_MAX)
+    return (round_e4m3(g / scale) * scale).flatten(-2).to(x.dtype)
+
+
+class _StraightFp8(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[override]
+        return _fp8_group32(x)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        return grad
+
+
 def fp8_group32(x: Tensor) -> Tensor:
     """Activations and window KV: E4M3 with one E8M0 scale per 32 channels."""
-    with torch.no_grad():
-        g = _groups(_work(x), 32)
-        scale = pow2_ceil(g.abs().amax(-1, keepdim=True).clamp(min=1e-4) / FP8_MAX)
-        q = (round_e4m3(g / scale) * scale).flatten(-2)
-    return _straight(x, q)
+    return _StraightFp8.apply(x)
 
 
 def fp4_group16(x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ Knows nothing of: torch, files, the training loop. Needs numpy and `deepdraft.ar
 from dataclasses import dataclass
 
 import numpy as np
+
 from deepdraft.arch import V41Args
 
 DEMO_CONTEXT = 4096
@@ -171,7 +172,9 @@ def _block_params(args: V41Args, p: str, experts: int, sub: int) -> list[Param]:
         Param(f"{p}.attn.wkv.weight", (hd, d), "fp8", "muon", d**-0.5),
         Param(f"{p}.attn.kv_norm.weight", (hd,), "bf16", "adam", "one"),
         Param(f"{p}.attn.attn_sink", (h,), "f32", "adam", "zero"),
-        Param(f"{p}.attn.wo_a.weight", (g * ol, h * hd // g), "fp8", "muon", (h * hd / g) ** -0.5, g),
+        Param(
+            f"{p}.attn.wo_a.weight", (g * ol, h * hd // g), "fp8", "muon", (h * hd / g) ** -0.5, g
+        ),
         Param(f"{p}.attn.wo_b.weight", (d, g * ol), "fp8", "muon", 0.5 * (g * ol) ** -0.5),
         Param(f"{p}.ffn.gate.weight", (experts, d), "bf16", "adam", 0.5 * d**-0.5),
         Param(f"{p}.ffn.gate.bias", (experts,), "f32", "none", "zero"),
@@ -200,7 +203,9 @@ def _sparse_params(args: V41Args, layer: int) -> list[Param]:
     if role.owns_kv:
         out.append(Param(f"{p}.compressor.wkv.weight", (hd, d), "bf16", "muon", d**-0.5))
         if role.ratio == 2:
-            out.append(Param(f"{p}.compressor.wgate.weight", (hd, d), "bf16", "muon", 0.1 * d**-0.5))
+            out.append(
+                Param(f"{p}.compressor.wgate.weight", (hd, d), "bf16", "muon", 0.1 * d**-0.5)
+            )
         out.append(Param(f"{p}.compressor.norm.weight", (hd,), "bf16", "adam", "one"))
         out.append(Param(f"{p}.indexer.wk.weight", (idim, hd), "bf16", "muon", hd**-0.5))
         out.append(Param(f"{p}.indexer.k_norm.weight", (idim,), "bf16", "adam", "one"))
@@ -244,7 +249,14 @@ def parameter_table(args: V41Args) -> list[Param]:
         p, rows, w = f"layers.{layer}.engram", args.engram_num_embeddings[k], args.engram_head_dim
         out += [
             Param(f"{p}.embed.weight", (rows, w), "fp8row", "embed", 0.1),
-            Param(f"{p}.wkv.weight", ((n + 1) * d, slots * w), "fp8", "muon", (slots * w) ** -0.5, n + 1),
+            Param(
+                f"{p}.wkv.weight",
+                ((n + 1) * d, slots * w),
+                "fp8",
+                "muon",
+                (slots * w) ** -0.5,
+                n + 1,
+            ),
             Param(f"{p}.q_weight", (n, d), "bf16", "adam", "one"),
             Param(f"{p}.k_weight", (n, d), "bf16", "adam", "one"),
         ]

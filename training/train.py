@@ -42,6 +42,9 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--anchors", type=int, default=64)
     p.add_argument("--muon-lr", type=float, default=0.02)
     p.add_argument("--adam-lr", type=float, default=3e-3)
+    p.add_argument(
+        "--weights", default="", help="source weights by name prefix, e.g. long-=4,chat-tetris=10"
+    )
     p.add_argument("--warmup", type=int, default=100, help="steps")
     p.add_argument("--decay-from", type=float, default=0.55, help="fraction of the budget")
     p.add_argument("--final-lr", type=float, default=0.02)
@@ -99,7 +102,7 @@ class Trainer:
         torch.manual_seed(opts.seed)
         torch.set_float32_matmul_precision("high")
         opts.out.mkdir(parents=True, exist_ok=True)
-        self.log_file = (opts.out / "log.jsonl").open("a")
+        self.log_path = opts.out / "log.jsonl"
         args, token_map, self.record = read_model_file(opts.model)
         self.model = Model(args, token_map)
         if opts.init is not None:
@@ -115,7 +118,13 @@ class Trainer:
             only="mtp." if opts.phase == "drafter" else None,
         )
         self.sampler = Sampler(
-            corpus, "train", opts.length, alignment(args), args.pad_token_id, opts.seed
+            corpus,
+            "train",
+            opts.length,
+            alignment(args),
+            args.pad_token_id,
+            opts.seed,
+            {k: float(v) for k, _, v in (x.partition("=") for x in opts.weights.split(",") if x)},
         )
         self.held_out = HeldOut(corpus, self.model, opts.length, opts.eval_rows)
         self.prompts = None
@@ -141,8 +150,8 @@ class Trainer:
 
     def record_line(self, kind: str, values: dict[str, Any]) -> None:
         line = {"kind": kind, "t": round(time.monotonic() - self.born, 1), "step": self.steps}
-        self.log_file.write(json.dumps(line | values) + "\n")
-        self.log_file.flush()
+        with self.log_path.open("a") as file:
+            file.write(json.dumps(line | values) + "\n")
         self.say(f"{kind} step {self.steps} " + json.dumps(values))
 
     # schedule
@@ -169,9 +178,7 @@ class Trainer:
         quant = progress >= o.quant_from
         return Options(
             sparse=progress >= o.sparse_from,
-            index_rows=o.index_rows
-            if o.phase == "joint" and progress >= o.index_from
-            else 0,
+            index_rows=o.index_rows if o.phase == "joint" and progress >= o.index_from else 0,
             weight_quant=quant,
             kv_quant=quant,
             act_quant=quant and self.rng.random() < o.act_share,
@@ -190,7 +197,9 @@ class Trainer:
             at = np.where(self.rng.random(rows) < part, at, 0).astype(np.int32)
             setattr(batch, name, torch.from_numpy(at).to(self.device, non_blocking=True))
 
-    def backward(self, batch: Batch, progress: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def backward(
+        self, batch: Batch, progress: float
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Losses and gradients of one micro-batch: metrics and routing loads."""
         o, model = self.o, self.model
         joint = o.phase == "joint"
@@ -267,7 +276,31 @@ class Trainer:
                 p.grad = None
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-            self.say(f"step failed ({fault}); micro-batches {self.micro}, compiled {ops.is_compiled()}")
+            state = f"micro-batches {self.micro}, compiled {ops.is_compiled()}"
+            self.say(f"step failed ({fault}); {state}")
+
+    # the compiler's results travel between runs: a fresh machine has none
+
+    def load_compiled(self) -> None:
+        path = self.o.init / "compile-cache.bin" if self.o.init else None
+        if path is None or not path.exists() or self.o.no_compile:
+            return
+        try:
+            torch.compiler.load_cache_artifacts(path.read_bytes())
+            self.say("loaded the compile cache")
+        except Exception as e:
+            self.say(f"compile cache not used: {type(e).__name__}: {e}")
+
+    def save_compiled(self) -> None:
+        if not ops.is_compiled():
+            return
+        try:
+            artifacts = torch.compiler.save_cache_artifacts()
+            if artifacts is not None and len(artifacts[0]) < 4 << 20:
+                (self.o.out / "compile-cache.bin").write_bytes(artifacts[0])
+                self.say(f"compile cache: {len(artifacts[0])} bytes")
+        except Exception as e:
+            self.say(f"compile cache not saved: {type(e).__name__}: {e}")
 
     # the loop
 
@@ -293,7 +326,9 @@ class Trainer:
     def evaluate(self, final: bool = False) -> None:
         """Held-out losses, forced answers; samples at the end. Errors are only logged."""
         result = quietly(lambda: self.held_out.run(self.model), self.say) or {}
-        forced = quietly(lambda: self.prompts.forced(self.model), self.say) if self.prompts else None
+        forced = None
+        if self.prompts:
+            forced = quietly(lambda: self.prompts.forced(self.model), self.say)
         self.last_eval = {
             "ce": mean_of(result, "ce"),
             "accepted": mean_of(result, "accepted"),
@@ -339,13 +374,15 @@ class Trainer:
         if not o.no_compile and (self.device.type == "cuda" or o.compile_cpu):
             a = self.model.args
             ops.set_compiled(True, int(0.75 * o.batch * o.length * a.hc_mult * a.hidden_size))
+        self.load_compiled()
         feed = prefetch(lambda: self.sampler.batch(o.batch))
         for k in range(3):
             begun = time.monotonic()
             self.attempt(next(feed))
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
-            self.say(f"first steps: {k} took {time.monotonic() - begun:.2f} s, compiled {ops.is_compiled()}")
+            spent = time.monotonic() - begun
+            self.say(f"first steps: {k} took {spent:.2f} s, compiled {ops.is_compiled()}")
             if self.stop:
                 break
         self.start = time.monotonic()
@@ -386,6 +423,7 @@ class Trainer:
             "options": {k: str(v) for k, v in vars(self.o).items()},
             "torch": torch.__version__,
         }
+        self.save_compiled()
         (self.o.out / "summary.json").write_text(json.dumps(summary, indent=1))
         self.say(f"done: {self.steps} steps, epochs {summary['epochs']}")
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+
 from deepdraft.arch import V41Args
 from training.spec import demo_args, with_engram_rows
 
@@ -52,6 +53,4 @@ def tiny_corpus(seed: int = 0) -> SimpleNamespace:
         {"name": "b", "split": "train", "weight": 0.3, "start": cut1, "end": cut2},
         {"name": "a", "split": "val", "weight": 1.0, "start": cut2, "end": len(tokens)},
     ]
-    return SimpleNamespace(
-        tokens=tokens, doc_starts=starts[:-1].astype(np.uint32), sources=sources
-    )
+    return SimpleNamespace(tokens=tokens, doc_starts=starts[:-1].astype(np.uint32), sources=sources)
