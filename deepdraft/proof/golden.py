@@ -26,6 +26,7 @@ from deepdraft.engine.runner import checked_token_map
 from deepdraft.errors import CheckpointError, DeepdraftError
 from deepdraft.models.deepseek_v41 import DeepseekV41
 from deepdraft.models.layers import Numerics, make_numerics
+from deepdraft.ops.elementwise import Rotary
 from deepdraft.ops.engram_hash import engram_tables
 from deepdraft.proof import golden_compare as compare
 from deepdraft.proof.golden_compare import Arrays, Outcome
@@ -45,7 +46,7 @@ class Report:
     directory: str
     outcomes: list[Outcome] = field(default_factory=list)
     flips: list[dict[str, Any]] = field(default_factory=list)
-    """Texts of which a value falls on a rounding boundary in float32 (qsim), and what it touches."""
+    """qsim in float32: texts of which a value falls on a rounding boundary, and what it moves."""
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -63,13 +64,14 @@ class Report:
         return {v: sum(o.verdict == v for o in self.outcomes) for v in ("pass", "fail", "info")}
 
     def worst(self) -> list[dict[str, Any]]:
-        """By mode: the largest error of each rule, and where."""
+        """The largest error of each mode, rule and tolerance, and where."""
         found: dict[tuple[str, str, float | None], Outcome] = {}
         for o in self.outcomes:
             key = (o.mode, o.rule, o.tolerance)
             if o.error is not None and (key not in found or o.error > (found[key].error or 0.0)):
                 found[key] = o
-        return [dataclasses.asdict(o) for o in found.values() if o.tolerance is not None]
+        kept = sorted(found.items(), key=lambda item: (item[0][0], item[0][1], item[0][2] or 0.0))
+        return [dataclasses.asdict(o) for key, o in kept if key[2]]
 
     def as_json(self) -> dict[str, Any]:
         """The report as data."""
@@ -79,6 +81,7 @@ class Report:
             "compared": self.compared,
             "counts": self.counts(),
             "seconds": {k: round(v, 2) for k, v in self.seconds.items()},
+            "worst": self.worst(),
             "rounding_boundaries": self.flips,
             "arrays": [dataclasses.asdict(o) for o in self.outcomes],
         }
@@ -282,11 +285,10 @@ class Golden:
             rows = recorded[name].flatten(0, -2).shape[0] if name in recorded else None
             if rows != expected[name]:
                 note = "not recorded, or with another number of rows"
-                self._add(Outcome("qsim-float32", "logits-qsim", name, "fail", "structure", note=note))
+                file = ("qsim-float32", "logits-qsim")
+                self._add(Outcome(*file, name, "fail", "structure", note=note))
                 return
-        follower = Follower(
-            self.model, make_numerics("qsim"), make_numerics("qsim", torch.float64)
-        )
+        follower = Follower(self.model, make_numerics("qsim"), make_numerics("qsim", torch.float64))
         n = len(texts.prompt)
         long = follower.follow([*texts.prompt, *texts.greedy["qsim"]])
         wanted = torch.cat([recorded["prompt_logits"], recorded["decode_logits"]])
@@ -319,9 +321,7 @@ class Golden:
 
         self._check_float32(short, torch.stack(shorts), recorded[short], short_rule)
 
-    def _check_float32(
-        self, name: str, ours: Tensor, golden: Tensor, rule: compare.Rule
-    ) -> None:
+    def _check_float32(self, name: str, ours: Tensor, golden: Tensor, rule: compare.Rule) -> None:
         self._add(compare.check("qsim-float32", "logits-qsim", name, ours, golden, rule))
 
     def _note_flip(self, text: str, number: int, flip: Flip | None, rows: Tensor) -> None:
@@ -390,9 +390,8 @@ def first_stale_step(args: V41Args, prompt: int, steps: int) -> int:
     That is a step at an even position, where a ratio-2 indexer completes no entry, with more
     entries than it selects. `steps` when there is none.
     """
-    if not any(r.runs_indexer and r.ratio == 2 for r in args.roles) or len(args.kv_source_layer_ids) < 2:
-        return steps
-    for step in range(steps):
+    pairs = any(role.runs_indexer and role.ratio == 2 for role in args.roles)
+    for step in range(steps if pairs and len(args.kv_source_layer_ids) > 1 else 0):
         position = prompt + step
         if position % 2 == 0 and (position + 1) // 2 > args.index_topk:
             return step
@@ -403,8 +402,6 @@ def hash_table_values(
     args: V41Args, token_map: Sequence[int] | None
 ) -> dict[str, tuple[Tensor, compare.Rule]]:
     """Our values of engram-hash.json by key, with the rule of each."""
-    from deepdraft.ops.elementwise import Rotary
-
     values: dict[str, tuple[Tensor, compare.Rule]] = {}
     if token_map is not None:
         tables = engram_tables(args)
@@ -473,7 +470,7 @@ def _print(report: Report) -> None:
         print(f"  {o.verdict:4}  {o.array:32} {o.rule:18} {error:>8} {bound:11} {o.note}".rstrip())
     for flip in report.flips:
         first = flip["first_boundary"]
-        at = "none found" if first is None else f"position {first['position']}, {first['quantiser']}"
+        at = f"position {first['position']}, {first['quantiser']}" if first else "not found"
         print(f"rounding boundary in {flip['text']}: {at}; {flip['rows_off']} rows off")
     counts = report.counts()
     took = ", ".join(f"{mode} {s:.1f} s" for mode, s in report.seconds.items())

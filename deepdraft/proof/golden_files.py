@@ -106,7 +106,7 @@ def _read_arrays(file: Path) -> dict[str, Tensor] | None:
         raise CheckpointError(f"{file.name} is larger than {_MAX_ARRAY_BYTES >> 30} GiB")
     try:
         with safetensors.safe_open(file, framework="pt") as stream:
-            return {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
+            return {name: stream.get_tensor(name) for name in stream.keys()}
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
             f"{file.name} is damaged or truncated ({error}); fetch it again"
@@ -192,13 +192,9 @@ def _entry(data: dict[str, Any], key: str, kind: type, file: Path) -> Any:
     return value
 
 
-def _ids(
-    value: object, key: str, args: V41Args, file: Path, *, empty: bool = False
-) -> list[int]:
+def _ids(value: object, key: str, args: V41Args, file: Path, *, empty: bool = False) -> list[int]:
     if not isinstance(value, list) or len(value) > _MAX_TOKENS or (not value and not empty):
-        raise CheckpointError(
-            f"{file.name}: {key} must be a list of 1 to {_MAX_TOKENS} token ids"
-        )
+        raise CheckpointError(f"{file.name}: {key} must be a list of 1 to {_MAX_TOKENS} token ids")
     for item in value:
         if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < args.vocab_size:
             raise CheckpointError(

@@ -104,9 +104,13 @@ class _Spy:
 
     def __init__(self, numerics: Numerics) -> None:
         self.calls: list[tuple[str, Tensor, Tensor]] = []
-        names = ("fp8", "window_kv", "main_kv", "index")
-        wrapped = {n: self._wrap(n, getattr(numerics, n)) for n in names}
-        self.numerics = dataclasses.replace(numerics, **wrapped)
+        self.numerics = dataclasses.replace(
+            numerics,
+            fp8=self._wrap("fp8", numerics.fp8),
+            window_kv=self._wrap("window_kv", numerics.window_kv),
+            main_kv=self._wrap("main_kv", numerics.main_kv),
+            index=self._wrap("index", numerics.index),
+        )
 
     def _wrap(self, name: str, quantise: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def spied(x: Tensor) -> Tensor:

@@ -95,7 +95,9 @@ class Trace:
         key = f"L{layer}" if isinstance(layer, int) else layer
         parts = self.rows[key][name]
         if width:
-            parts = [F.pad(p[:, :width], (0, width - min(width, p.shape[1])), value=fill) for p in parts]
+            short = [width - min(width, part.shape[1]) for part in parts]
+            cut = [part[:, :width] for part in parts]
+            parts = [F.pad(p, (0, n), value=fill) for p, n in zip(cut, short, strict=True)]
         return torch.cat(parts)
 
 
@@ -156,9 +158,7 @@ def _some(x: Tensor | None) -> Tensor:
     return x
 
 
-def _prefill(
-    model: DeepseekV41, pool: StatePool, ids: list[int]
-) -> tuple[SequenceState, _Rows]:
+def _prefill(model: DeepseekV41, pool: StatePool, ids: list[int]) -> tuple[SequenceState, _Rows]:
     """An ordinary prefill of a fresh sequence, which is closed again; its rows stay readable."""
     state = pool.open()
     out = model.prefill(state, ids, logits="all", feed_drafter=model.drafter is not None)
