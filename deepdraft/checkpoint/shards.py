@@ -246,6 +246,8 @@ def _name_problems(
 ) -> dict[str, list[str]]:
     missing = [name for name in table if name not in stored]
     left_over = [name for name in stored if name not in table]
+    if not missing and not left_over:
+        return {}
     # Names are compared only for the lines that are shown.
     near_missing, near_extra = Nearest(missing or table), Nearest(left_over)
     return {

@@ -50,7 +50,7 @@ def round_at(x: Tensor, exponent: Tensor, kept: int) -> Tensor:
 
     The multiple of 1.5 * 2**(mantissa - kept) that is added leaves no room for lower bits, so the
     processor's own rounding (to even) does the work; taking it away again is exact. `exponent` is
-    overwritten. A zero loses its sign.
+    overwritten. A zero loses its sign. |x| must be below 2**100, else the shift overflows.
     """
     bits = bits_of(x)
     offset = ((bits.mantissa - kept) << bits.mantissa) + (1 << (bits.mantissa - 1))

@@ -72,6 +72,27 @@ def test_fp4_with_e4m3_scales_in_groups_of_16(dtype):
     assert torch.equal(fake_fp4_e4m3_group16(x).double(), expected)
 
 
+@pytest.mark.parametrize(
+    "quantiser, group, largest, relative, absolute",
+    [
+        (fake_fp8_group32, 32, 448, 2**-4, 2**-10),
+        (fake_mxfp4_group32, 32, 6, 2**-2, 2**-2),
+        (fake_fp4_e4m3_group16, 16, 6, 2**-2, 2**-2),
+    ],
+)
+def test_stated_worst_errors(quantiser, group, largest, relative, absolute):
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(2000, 32, generator=generator, dtype=torch.float64)
+    x *= 10 ** torch.empty(2000, 1, dtype=torch.float64).uniform_(0, 2.5, generator=generator)
+    amax = x.abs().unflatten(-1, (-1, group)).amax(-1).repeat_interleave(group, -1)
+    # The scale is below 2 * amax / largest in every format.
+    bound = torch.maximum(relative * x.abs(), absolute * 2 * amax / largest)
+    error = (quantiser(x) - x).abs()
+    assert (error <= bound).all()
+    large = x.abs() > amax / 4
+    assert (error[large] > 0.75 * relative * x.abs()[large]).any()  # the bound is not idle
+
+
 def test_float64_rounds_once():
     # Through float32 this value would become the tie 1.1875, and that 1.25.
     x = torch.zeros(32, dtype=torch.float64)
