@@ -39,13 +39,18 @@ class Server(uvicorn.Server):
             )
         )
         self.service = service
+        self._num_stops = 0
         self._grace: asyncio.TimerHandle | None = None
 
     def stop(self) -> None:
-        """Begins to stop; called again, stops at once. To be called on the server's loop."""
-        if self.should_exit:
+        """Begins to stop; a second call ends all requests, a third does not wait for clients.
+
+        To be called on the server's loop.
+        """
+        self._num_stops += 1
+        if self._num_stops > 1:
             self.service.cancel_all()
-            self.force_exit = True
+            self.force_exit = self._num_stops > 2
             return
         grace_s = self.service.config.server.drain_s
         logger.info("stopping; running requests get %g s to finish", grace_s)

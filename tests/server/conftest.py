@@ -114,7 +114,7 @@ class Live:
 
     def stop(self) -> None:
         self.server.should_exit = True
-        self.server.force_exit = True
+        self.toy.service.cancel_all()
         self.thread.join(10)
         assert not self.thread.is_alive()
 

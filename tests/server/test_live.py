@@ -269,6 +269,21 @@ def test_sigterm_ends_a_long_stream_after_the_grace_period(
     assert "Traceback" not in "".join(server.log)
 
 
+def test_a_second_signal_does_not_wait(spawn: Callable[..., Process]) -> None:
+    server = spawn(drain_s=600, length=3000, delay_s=0.02)
+    url = server.url()
+
+    def stop_twice() -> None:
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: "stopping" in "".join(server.log))
+        server.process.send_signal(signal.SIGTERM)
+
+    lines = stream_lines(url, stop_twice)
+    assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "overloaded"
+    assert server.wait() == 0
+    assert "Traceback" not in "".join(server.log)
+
+
 def test_sigint_when_idle_ends_at_once(spawn: Callable[..., Process]) -> None:
     server = spawn(drain_s=20, length=5, delay_s=0.0)
     url = server.url()

@@ -1,0 +1,128 @@
+"""Loading a real (tiny, random) checkpoint, and the engine over the real runner."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from deepdraft.checkpoint.writer import write_checkpoint
+from deepdraft.config import EngineConfig
+from deepdraft.engine.engine import Engine
+from deepdraft.engine.load import LoadedModel, load_engine
+from deepdraft.errors import CheckpointError, ConfigError
+from deepdraft.types import GenerateRequest, SamplingParams
+from tests.checkpoint.tiny import patch_tensor, random_tensors, tiny_config
+from tests.server.toy import tokenizer_file
+
+VOCAB = 288  # the tokenizer's 268 entries, padded
+COMPRESSED = 239  # of the toy tokenizer
+OPTIONS = EngineConfig(max_running=3, max_context=128)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "tiny-v41"
+    config = tiny_config(vocab_size=VOCAB, engram_compressed_vocab_size=COMPRESSED)
+    write_checkpoint(directory, config, random_tensors(config))
+    tokenizer_file(directory)
+    return directory
+
+
+@pytest.fixture
+def copied(checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> LoadedModel:
+    return load_engine(checkpoint, OPTIONS)
+
+
+def ask(i: int, num: int = 12) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=str(i),
+        prompt_ids=tuple((7 * i + k * k) % VOCAB for k in range(5 + 9 * i)),
+        sampling=SamplingParams(seed=i, temperature=0.0 if i == 0 else 1.0, logprobs=2),
+        max_new_tokens=num,
+    )
+
+
+def test_what_was_loaded(model: LoadedModel, checkpoint: Path) -> None:
+    assert model.name == "tiny-v41"
+    assert model.runner.vocab_size == VOCAB and model.runner.max_tokens == 128
+    assert (model.bos_token_id, model.eos_token_id) == (0, 1)
+    assert model.sampling_defaults == {}
+    assert load_engine(checkpoint, OPTIONS, name="other").name == "other"
+
+
+def test_answers_do_not_depend_on_company_or_chunks(model: LoadedModel) -> None:
+    """The same tokens and the same log-probabilities, bit for bit: alone, and four together."""
+    engine = Engine(model.runner, max_running=1, prefill_chunk=64)
+    engine.start()
+    engine.warm_up()
+    alone = [list(engine.generate(ask(i))) for i in range(5)]
+    engine.close()
+    engine = Engine(model.runner, max_running=3, prefill_chunk=5)
+    engine.start()
+    streams = [engine.generate(ask(i)) for i in range(5)]
+    together = [list(s) for s in streams]
+    engine.close()
+    assert together == alone
+    assert all(len([i for e in events for i in e.token_ids]) == 12 for events in alone)
+
+
+def test_a_cancelled_sequence_gives_its_memory_back(model: LoadedModel) -> None:
+    engine = Engine(model.runner, max_running=3)
+    engine.start()
+    for _ in range(3):
+        streams = [engine.generate(ask(i, 60)) for i in range(3)]
+        for stream in streams:
+            next(stream)
+            stream.close()
+        assert [list(s)[-1].finish_reason for s in streams] == ["abort"] * 3
+    assert list(engine.generate(ask(1)))[-1].finish_reason == "length"
+    assert engine.failure is None
+    engine.close()
+
+
+def test_the_fingerprint_tells_models_apart(copied: Path, model: LoadedModel) -> None:
+    def fingerprint(**options: str) -> str:
+        return load_engine(copied, EngineConfig(max_context=128, **options)).fingerprint  # type: ignore[arg-type]
+
+    assert fingerprint() == model.fingerprint
+    assert fingerprint(numerics="qsim") != model.fingerprint
+    assert fingerprint(prefill="encoder") != model.fingerprint
+    patch_tensor(copied, "norm.weight", 0, b"\x00\x3f")
+    assert fingerprint() != model.fingerprint
+
+
+def test_presets_of_the_checkpoint(copied: Path) -> None:
+    file = copied / "generation_config.json"
+    file.write_text(json.dumps({"temperature": 0.6, "top_p": 0.95, "eos_token_id": 1}))
+    assert load_engine(copied, OPTIONS).sampling_defaults == {"temperature": 0.6, "top_p": 0.95}
+    file.write_text(json.dumps({"do_sample": False, "temperature": 0.6}))
+    assert load_engine(copied, OPTIONS).sampling_defaults == {"temperature": 0.0}
+    for text, message in (
+        ('{"temperature": "hot"}', "temperature must be a number, got 'hot'"),
+        ('{"top_p": 2}', "top_p must lie in"),
+        ("[1]", "must hold an object"),
+        ("{", "cannot be read as JSON"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            load_engine(copied, OPTIONS)
+
+
+def test_broken_checkpoints_say_what_is_broken(copied: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no checkpoint directory at .*nowhere"):
+        load_engine(tmp_path / "nowhere", OPTIONS)
+    with pytest.raises(ConfigError, match="max_context"):
+        load_engine(copied, EngineConfig(max_context=1 << 40))
+    patch_tensor(copied, "norm.weight", 0, b"\xc0\x7f")  # NaN in bfloat16
+    with pytest.raises(CheckpointError, match=r"norm\.weight"):
+        load_engine(copied, OPTIONS)
+    (copied / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        load_engine(copied, OPTIONS)
