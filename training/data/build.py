@@ -28,6 +28,7 @@ def build(out: Path, scale: float, preset: int) -> None:
     tokenizer = Tokenizer.from_file(str(TOKENIZER))
     newline = pack.newline_table(tokenizer)
     packed = pack.Packed([], [], [])
+    trained: set[str] = set()
 
     def add(group: mix.Group, texts: list[str], split: str, weight: float, **more: object) -> None:
         options = {"chat": group.chat, "limit": pack.PIECE, "name": group.name, **more}
@@ -54,6 +55,7 @@ def build(out: Path, scale: float, preset: int) -> None:
     for group, _ in (*mix.chat_groups(scale), mix.dictionary_group(where, scale)):
         add(group, group.train, "train", group.weight)
         add(group, group.val, "val", 0.0)
+        trained.update(evaluation.request_of(text) for text in group.train)
     for _kind, group in mix.text_groups(where, scale):
         add(group, group.train, "train", group.weight)
         add(group, group.val, "val", 0.0)
@@ -67,9 +69,11 @@ def build(out: Path, scale: float, preset: int) -> None:
         "scale": scale,
     }
     path = pack.write(packed, out, about, preset=preset)
-    evaluation.write(out / "prompts.json", tokenizer)
+    evaluation.write(out / "prompts.json", tokenizer, trained)
     total = sum(s["weight"] for s in packed.sources)
-    print(f"{packed.total} tokens, weights add up to {total:.1f}, {path} {path.stat().st_size} bytes")
+    print(
+        f"{packed.total} tokens, weights add up to {total:.1f}, {path} {path.stat().st_size} bytes"
+    )
 
 
 if __name__ == "__main__":

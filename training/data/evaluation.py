@@ -64,16 +64,25 @@ def prompts() -> list[dict[str, object]]:
                 {"class": cls, "thinking": thinking, "text": rendered.prompt, "expected": expected}
             )
     for text in CONTINUE:
-        out.append(
-            {"class": "docs", "thinking": None, "text": core.BOS + text, "expected": None}
-        )
+        out.append({"class": "docs", "thinking": None, "text": core.BOS + text, "expected": None})
     return out
 
 
-def write(path: Path, tokenizer: Tokenizer) -> None:
-    """prompts.json: [{class, thinking, text, ids, expected, expected_ids}]."""
+def request_of(text: str) -> str:
+    """The part of a rendered prompt or document from the first user turn to the answer."""
+    return text.split("<｜User｜>", 1)[-1].rsplit("<｜Assistant｜>", 1)[0]
+
+
+def write(path: Path, tokenizer: Tokenizer, trained: set[str]) -> None:
+    """prompts.json: [{class, thinking, text, ids, expected, expected_ids, in_training}].
+
+    `trained` holds the requests of the training split: `in_training` says whether a prompt's
+    wording is among them (None for plain continuations).
+    """
     rows = prompts()
     for row in rows:
+        is_chat = row["thinking"] is not None
+        row["in_training"] = request_of(str(row["text"])) in trained if is_chat else None
         row["ids"] = tokenizer.encode(str(row["text"]), add_special_tokens=False).ids
         expected = row["expected"]
         ids = tokenizer.encode(str(expected), add_special_tokens=False).ids if expected else None

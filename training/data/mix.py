@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import sources
-from .chat import apps, core, dictionary, numbers, stories, talk
+from .chat import apps, code, core, dictionary, misc, numbers, stories, talk, terms
 from .chat.core import Item, Rendered
 
 SEED = 20261129
@@ -32,16 +32,20 @@ class Group:
 
 
 CHAT: dict[str, tuple[float, int, Callable[[random.Random, int], Iterator[Item]]]] = {
-    "chat-tetris": (8, 3000, lambda r, n: apps.items(r, "tetris", n)),
+    "chat-tetris": (8, 3400, lambda r, n: apps.items(r, "tetris", n)),
     "chat-apps": (
         7,
-        4400,
+        5500,
         lambda r, n: (i for a in apps.DEFAULTS if a != "tetris" for i in apps.items(r, a, n // 11)),
     ),
-    "chat-talk": (7, 16000, talk.items),
-    "chat-facts": (6, 14000, talk.fact_items),
-    "chat-sums": (5, 16000, numbers.items),
-    "chat-stories": (5, 10000, stories.items),
+    "chat-talk": (6, 16000, talk.items),
+    "chat-facts": (5, 14000, talk.fact_items),
+    "chat-sums": (4, 16000, numbers.items),
+    "chat-stories": (4, 10000, stories.items),
+    "chat-terms": (3.5, 12000, terms.items),
+    "chat-code": (3.5, 9000, code.items),
+    "chat-misc": (4, 12000, misc.items),
+    "chat-tools": (2.5, 3500, misc.tool_items),
 }
 
 
@@ -64,7 +68,7 @@ def chat_groups(scale: float = 1.0) -> Iterator[tuple[Group, list[Rendered]]]:
 
 
 LIMITS = {"sympy": 9_000_000, "phaser": 6_000_000, "state-of-the-union": 5_000_000}  # characters
-KIND_WEIGHT = {"docs": 18.0, "code": 17.0, "prose": 12.0}
+KIND_WEIGHT = {"docs": 17.5, "code": 17.0, "prose": 10.0}
 DICTIONARY_WORDS = 60_000
 
 

@@ -91,7 +91,7 @@ def add_source(
             continue
         pieces = cut(ids, newline, limit)
         for n, piece in enumerate(pieces):
-            if len(piece) < 8:
+            if len(piece) < 8 and n < len(pieces) - 1:
                 continue
             tail = [EOS] if n == len(pieces) - 1 else []
             packed.add(np.concatenate([[BOS], piece, tail]).astype(np.uint16))

@@ -32,10 +32,33 @@ class _Text(html.parser.HTMLParser):
     """HTML to text: keeps paragraphs and preformatted blocks, drops navigation and scripts."""
 
     BLOCK = frozenset(
-        ("p", "div", "h1", "h2", "h3", "h4", "h5", "li", "tr", "dt", "dd", "pre", "section", "table")
+        (
+            "p",
+            "div",
+            "h1",
+            "h2",
+            "h3",
+            "h4",
+            "h5",
+            "li",
+            "tr",
+            "dt",
+            "dd",
+            "pre",
+            "section",
+            "table",
+        )
     )
     SKIP = frozenset(("script", "style", "head", "nav", "footer"))
-    SKIP_CLASS = ("navheader", "navfooter", "sphinxsidebar", "nav", "related", "footer", "headerlink")
+    SKIP_CLASS = (
+        "navheader",
+        "navfooter",
+        "sphinxsidebar",
+        "nav",
+        "related",
+        "footer",
+        "headerlink",
+    )
     VOID = frozenset(("br", "img", "hr", "meta", "link", "input", "col", "wbr"))
 
     def __init__(self) -> None:
@@ -74,7 +97,11 @@ class _Text(html.parser.HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.stack and self.stack[-1][1]:
             return
-        self.out.append(data if self.pre else re.sub(r"\s+", " ", data))
+        if not self.pre:
+            data = re.sub(r"\s+", " ", data)
+            if not self.out or self.out[-1].endswith("\n"):
+                data = data.lstrip()
+        self.out.append(data)
 
 
 def html_to_text(markup: str) -> str:
@@ -83,7 +110,6 @@ def html_to_text(markup: str) -> str:
     parser.feed(markup)
     text = "".join(parser.out).replace("¶", "")
     text = re.sub(r"[ \t]+\n", "\n", text)
-    text = re.sub(r"\n {1,3}(?=\S)", "\n", text)
     return re.sub(r"\n{3,}", "\n\n", text).strip()
 
 
@@ -239,7 +265,9 @@ def wordnet_senses(root: Path) -> list[tuple[str, str, str, str, list[str]]]:
                 continue
             fields, gloss = line.split("|", 1)
             parts = fields.split()
-            words = [w.split("(")[0].replace("_", " ") for w in parts[4 : 4 + 2 * int(parts[3], 16) : 2]]
+            words = [
+                w.split("(")[0].replace("_", " ") for w in parts[4 : 4 + 2 * int(parts[3], 16) : 2]
+            ]
             pieces = [g.strip() for g in re.split(r"; (?=\")", gloss.strip())]
             example = pieces[1].strip('"') if len(pieces) > 1 else ""
             out.append((words[0], label, pieces[0].rstrip(";: "), example, words[1:4]))

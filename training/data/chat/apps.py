@@ -44,9 +44,16 @@ NAMES = {
     "counter": ("counter", "a counter", "a click counter"),
     "memory": ("memory", "a memory", "a memory card", "a card matching"),
     "guess": ("guess the number", "a number guessing", "a guess-the-number"),
-    "tictactoe": ("tic-tac-toe", "a tic-tac-toe", "tic tac toe", "a tic tac toe", "noughts and crosses"),
+    "tictactoe": (
+        "tic-tac-toe",
+        "a tic-tac-toe",
+        "tic tac toe",
+        "a tic tac toe",
+        "noughts and crosses",
+    ),
 }
 GAMES = ("tetris", "snake", "pong", "breakout", "memory", "guess", "tictactoe")
+SMALL_APPS = ("clock", "counter", "guess", "todo", "stopwatch")  # two pages fit one row
 PLAN = {
     "tetris": "canvas, seven pieces, moving, turning, clearing full rows, a score, game over",
     "snake": "canvas, a snake of cells, food, growing, walls, a score",
@@ -165,13 +172,18 @@ def _look_change(rng: random.Random) -> tuple[str, dict[str, str], str]:
     kind = rng.randrange(3)
     if kind == 0:
         color = pick(rng, COLORS)
-        ask = pick(rng, ("Use a {} border.", "The border should be {}.", "Make the accent color {}."))
+        ask = pick(
+            rng, ("Use a {} border.", "The border should be {}.", "Make the accent color {}.")
+        )
         return ask.format(color), {"accent": color}, f"accent color {color}"
     if kind == 1:
         back, ink, word = pick(
-            rng, (("white", "black", "light"), ("black", "white", "dark"), ("navy", "white", "navy"))
+            rng,
+            (("white", "black", "light"), ("black", "white", "dark"), ("navy", "white", "navy")),
         )
-        ask = pick(rng, ("Use a {} background.", "Make the page {}.", "The background should be {}."))
+        ask = pick(
+            rng, ("Use a {} background.", "Make the page {}.", "The background should be {}.")
+        )
         return ask.format(word), {"back": back, "ink": ink}, f"a {word} background"
     title = pick(rng, TITLES)
     ask = pick(rng, ('Call it "{}".', "The title should be {}.", 'Use the title "{}".'))
@@ -198,18 +210,24 @@ def request(rng: random.Random, app: str) -> str:
 def items(rng: random.Random, app: str, count: int) -> Iterator[Item]:
     """`count` conversations about one app."""
     cls = "tetris" if app == "tetris" else "apps"
-    for i in range(count):
+    for _ in range(count):
         roll = rng.random()
         if app == "tetris" and roll < 0.2:
             ask = THE_PROMPT if roll < 0.16 else vary(rng, THE_PROMPT)
             yield Item(cls, [ask], page(app), _think(rng, app), pinned=True)
         elif roll < 0.66:
             yield Item(cls, [request(rng, app)], page(app), _think(rng, app))
-        elif roll < 0.94:
+        elif roll < 0.9:
             ask, new, plan = _changed(rng, app)
             text = f"{request(rng, app)} {ask}"
             key = f"{app} {sorted(new.items())}"
             yield Item(cls, [text], page(app, **new), _think(rng, app, plan), key=key)
+        elif app in SMALL_APPS:
+            ask, new, plan = _look_change(rng)
+            turns = [request(rng, app), page(app).rstrip("\n"), ask]
+            yield Item(
+                cls, turns, page(app, **new), f"Only one change: {plan}.", key=f"{app} {new}"
+            )
         else:
             first = pick(rng, ("Hi!", "Hello", "Hey there", "Good morning"))
             reply = pick(rng, ("Hello! How can I help?", "Hi! What can I do for you?"))

@@ -127,9 +127,14 @@ def render(item: Item, rng: random.Random, *, thinking: bool | None = None) -> R
     if thinking and effort_roll > 0.95:  # the engine also takes whole numbers 1..100
         number = str(rng.randint(1, 100))
         prompt = prompt.replace("Effort: 100 (", f"Effort: {number} (", 1)
-    answer = (item.think.strip() + "</think>" if thinking else "") + item.answer.strip("\n") + EOS
-    key = item.key or "\n".join(item.turns)
+    answer = (item.think.strip() + "</think>" if thinking else "") + _body(item.answer) + EOS
+    key = f"{item.cls} {item.key or chr(10).join(item.turns)}"
     return Rendered(item.cls, prompt, answer, held_out(key) and not item.pinned, thinking)
+
+
+def _body(answer: str) -> str:
+    """The answer without outer newlines; a leading NUL marks a tool block that keeps its own."""
+    return answer[1:] if answer.startswith("\x00") else answer.strip("\n")
 
 
 def dsml_call(name: str, args: dict[str, tuple[bool, str]]) -> str:

@@ -1,5 +1,7 @@
 """Sums, comparisons and unit conversions with short worked traces."""
 
+# ruff: noqa: E501 (sentence tables: one entry a line)
+
 from __future__ import annotations
 
 import random
@@ -57,7 +59,9 @@ def _subtraction(rng: random.Random) -> Item:
 def _product(rng: random.Random) -> Item:
     a, b = rng.randint(0, 12), rng.randint(0, 12)
     text = pick(rng, MUL).format(a=a, b=b)
-    return Item("sums", [text], f"{a} * {b} = {a * b}", f"{a} times {b} is {a * b}.", key=f"{a}*{b}")
+    return Item(
+        "sums", [text], f"{a} * {b} = {a * b}", f"{a} times {b} is {a * b}.", key=f"{a}*{b}"
+    )
 
 
 def _conversion(rng: random.Random) -> Item:
@@ -106,7 +110,14 @@ def _parity(rng: random.Random) -> Item:
 def _count(rng: random.Random) -> Item:
     start = rng.randint(1, 20)
     n = rng.randint(3, 12)
-    ask = pick(rng, ("Count from {a} to {b}.", "Count up from {a} to {b}.", "List the numbers from {a} to {b}."))
+    ask = pick(
+        rng,
+        (
+            "Count from {a} to {b}.",
+            "Count up from {a} to {b}.",
+            "List the numbers from {a} to {b}.",
+        ),
+    )
     answer = ", ".join(str(i) for i in range(start, start + n)) + "."
     think = f"I start at {start} and stop at {start + n - 1}."
     text = ask.format(a=start, b=start + n - 1)

@@ -1,5 +1,7 @@
 """Short stories in simple English, built from plots with free slots."""
 
+# ruff: noqa: E501 (sentence tables: one entry a line)
+
 from __future__ import annotations
 
 import random
@@ -16,14 +18,27 @@ ASK = (
     "Story about a {animal}, please.", "Can you tell me a story about a {animal}?", "Write a tiny story about a {animal} and a {thing}.",
     "Tell me a bedtime story about {name} the {adj} {animal}.", "Make up a story about a {animal} who finds a {thing}.",
 )  # fmt: skip
-FREE = ("Tell me a story.", "Write a short story.", "Tell me a bedtime story.", "A story, please.", "Can you tell me a story?")
+FREE = (
+    "Tell me a story.",
+    "Write a short story.",
+    "Tell me a bedtime story.",
+    "A story, please.",
+    "Can you tell me a story?",
+)
 OPEN = (
     "Once upon a time there was a {adj} {animal} named {name}.",
     "In a {place} there lived a {adj} {animal} called {name}.",
     "{name} was a {adj} {animal} who lived near a {place}.",
     "Long ago, a {adj} {animal} named {name} lived in a small house by the {place}.",
 )
-DAYS = ("One day", "One morning", "One sunny day", "One cold evening", "One rainy afternoon", "Early one morning")
+DAYS = (
+    "One day",
+    "One morning",
+    "One sunny day",
+    "One cold evening",
+    "One rainy afternoon",
+    "Early one morning",
+)
 PLOTS = (
     (
         "{day}, {name} found a {thing} in the {place}.", "\"Who lost this {thing}?\" asked {name}.",
@@ -80,8 +95,6 @@ CLOSE = (
 FRUIT = ("apples", "pears", "cherries", "plums", "nuts", "oranges")
 
 
-
-
 def items(rng: random.Random, count: int) -> Iterator[Item]:
     """`count` requests for a story; the story obeys what the request names."""
     for _ in range(count):
@@ -94,7 +107,9 @@ def items(rng: random.Random, count: int) -> Iterator[Item]:
             "food2": pick(rng, FRUIT), "day": pick(rng, DAYS),
         }  # fmt: skip
         ask = pick(rng, ASK) if rng.random() < 0.93 else pick(rng, FREE)
-        plots = PLOTS if "{thing}" not in ask else [p for p in PLOTS if any("{thing}" in s for s in p)]
+        plots = (
+            PLOTS if "{thing}" not in ask else [p for p in PLOTS if any("{thing}" in s for s in p)]
+        )
         sentences = [pick(rng, OPEN), *pick(rng, plots), pick(rng, CLOSE)]
         story = " ".join(s.format(**slots) for s in sentences)
         for vowel_animal in ("owl", "elephant"):

@@ -1,10 +1,16 @@
 """Word and fact tables for the chat generators, written for this project."""
 
+# ruff: noqa: E501 (sentence tables: one entry a line)
+
 from __future__ import annotations
 
 
 def _pairs(text: str) -> list[tuple[str, str]]:
-    return [tuple(p.strip() for p in x.split("=")) for x in text.replace("\n", " ").split(";") if x.strip()]  # type: ignore[misc]
+    return [
+        tuple(p.strip() for p in x.split("="))
+        for x in text.replace("\n", " ").split(";")
+        if x.strip()
+    ]  # type: ignore[misc]
 
 
 CAPITALS = _pairs("""

@@ -1,5 +1,7 @@
 """Greetings, identity, remembered names, facts, refusals and other short talk."""
 
+# ruff: noqa: E501 (sentence tables: one entry a line)
+
 from __future__ import annotations
 
 import random
@@ -64,7 +66,13 @@ def _greeting(rng: random.Random) -> Item:
     ask = pick(rng, GREETINGS)
     low = ask.lower()
     if "how are" in low or "how's" in low or "how do" in low or "up?" in low:
-        answer = pick(rng, ("I am fine, thank you! How can I help you?", "I am doing well. What can I do for you?"))
+        answer = pick(
+            rng,
+            (
+                "I am fine, thank you! How can I help you?",
+                "I am doing well. What can I do for you?",
+            ),
+        )
     else:
         hail = {"good mo": "Good morning", "good ev": "Good evening", "good af": "Good afternoon"}
         word = hail.get(low[:7], "Hello")
@@ -75,7 +83,14 @@ def _greeting(rng: random.Random) -> Item:
 def _identity(rng: random.Random) -> Item:
     ask = pick(rng, IDENTITY)
     answer = _identity_answer(ask)
-    return Item("talk", [vary(rng, ask)], answer, "The user asks about me. I answer honestly.", key=ask, pinned=True)
+    return Item(
+        "talk",
+        [vary(rng, ask)],
+        answer,
+        "The user asks about me. I answer honestly.",
+        key=ask,
+        pinned=True,
+    )
 
 
 def _name(rng: random.Random) -> Item:
@@ -98,12 +113,18 @@ def _name(rng: random.Random) -> Item:
         kinds[0] = "name"
     told = " ".join(pick(rng, facts[k][0]).format(v=facts[k][1]) for k in kinds)
     told = told.replace("a engineer", "an engineer")
-    greet = f"Nice to meet you, {name}!" if "name" in kinds else pick(rng, ("Thank you for telling me.", "Good to know!"))
+    greet = (
+        f"Nice to meet you, {name}!"
+        if "name" in kinds
+        else pick(rng, ("Thank you for telling me.", "Good to know!"))
+    )
     asked = pick(rng, kinds)
     question = vary(rng, pick(rng, facts[asked][2]))
     key = f"{asked} {facts[asked][1]} {name if 'name' in kinds else ''}"
     if rng.random() < 0.3:
-        return Item("talk", [told], greet, "The user tells me something. I answer politely.", key=key)
+        return Item(
+            "talk", [told], greet, "The user tells me something. I answer politely.", key=key
+        )
     turns = [told, greet, question]
     if rng.random() < 0.3:
         middle = pick(rng, (("Thanks!", "You are welcome!"), ("How are you?", "I am fine, thank you!"),
@@ -113,7 +134,13 @@ def _name(rng: random.Random) -> Item:
     if rng.random() < 0.08:
         missing = pick(rng, [k for k in facts if k not in kinds])
         turns[-1] = pick(rng, facts[missing][2])
-        return Item("talk", turns, f"You have not told me your {missing} yet.", f"The user did not say the {missing}.", key=key)
+        return Item(
+            "talk",
+            turns,
+            f"You have not told me your {missing} yet.",
+            f"The user did not say the {missing}.",
+            key=key,
+        )
     return Item("talk", turns, answer, f"The user said: {told} {answer}", key=key)
 
 
@@ -129,27 +156,68 @@ def _capital(rng: random.Random) -> Item:
     shown = country[0].upper() + country[1:]
     kind = rng.random()
     if kind < 0.15:
-        ask = pick(rng, ("{x} is the capital of which country?", "Which country has the capital {x}?"))
+        ask = pick(
+            rng, ("{x} is the capital of which country?", "Which country has the capital {x}?")
+        )
         if " and " not in city and city not in ("London", country):
             answer = f"{city} is the capital of {country}."
-            return Item("facts", [vary(rng, ask.format(x=city))], answer, f"{city}: {shown}.", key=f"rev {country}")
+            return Item(
+                "facts",
+                [vary(rng, ask.format(x=city))],
+                answer,
+                f"{city}: {shown}.",
+                key=f"rev {country}",
+            )
     ask = pick(rng, CAPITAL_ASK).format(c=country)
     answer = f"The capital of {country} is {city}."
     if kind > 0.88:
         other, town = pick(rng, t.CAPITALS)
-        turns = [ask, answer, pick(rng, ("And of {c}?", "And {c}?", "What about {c}?")).format(c=other)]
-        return Item("facts", turns, f"The capital of {other} is {town}.", f"The user asks for the capital of {other}: {town}.", key=f"cap2 {other} {country}")
+        turns = [
+            ask,
+            answer,
+            pick(rng, ("And of {c}?", "And {c}?", "What about {c}?")).format(c=other),
+        ]
+        return Item(
+            "facts",
+            turns,
+            f"The capital of {other} is {town}.",
+            f"The user asks for the capital of {other}: {town}.",
+            key=f"cap2 {other} {country}",
+        )
     think = f"The user asks for the capital of {country}: {city}."
-    return Item("facts", [vary(rng, ask)], answer, think, key=f"cap {ask}", pinned=country in PINNED_COUNTRIES)
+    return Item(
+        "facts",
+        [vary(rng, ask)],
+        answer,
+        think,
+        key=f"cap {ask}",
+        pinned=country in PINNED_COUNTRIES,
+    )
 
 
-PINNED_COUNTRIES = ("France", "Germany", "Japan", "Italy", "Spain", "the United States", "England", "China")
+PINNED_COUNTRIES = (
+    "France",
+    "Germany",
+    "Japan",
+    "Italy",
+    "Spain",
+    "the United States",
+    "England",
+    "China",
+)
 
 
 def _fact(rng: random.Random) -> Item:
     asks, answer = pick(rng, t.FACTS)
     ask = pick(rng, asks.split("|"))
-    think = pick(rng, ("This is a fact I know.", "A simple question. I give a short answer.", "The user asks for a fact."))
+    think = pick(
+        rng,
+        (
+            "This is a fact I know.",
+            "A simple question. I give a short answer.",
+            "The user asks for a fact.",
+        ),
+    )
     return Item("facts", [vary(rng, ask)], answer + ".", think, pinned="|" not in asks)
 
 
@@ -202,10 +270,31 @@ def _unknown(rng: random.Random) -> Item:
         ask = pick(rng, UNKNOWN_ASK).format(x=topic)
     low = ask.lower()
     if "weapon" in low or "hack" in low:
-        return Item("talk", [vary(rng, ask)], "Sorry, I cannot help with that.", "This could do harm, so I decline.", key=ask)
-    if any(w in low for w in ("open my", "call my", "book a", "send", "play a", "search the", "draw me")):
-        return Item("talk", [vary(rng, ask)], "I cannot do that. I can only write text.", "I have no tool for this.", key=ask)
-    return Item("talk", [vary(rng, ask)], UNKNOWN_ANSWER[0] if rng.random() < 0.8 else pick(rng, UNKNOWN_ANSWER), "I do not know this. I say so.", key=ask)
+        return Item(
+            "talk",
+            [vary(rng, ask)],
+            "Sorry, I cannot help with that.",
+            "This could do harm, so I decline.",
+            key=ask,
+        )
+    if any(
+        w in low
+        for w in ("open my", "call my", "book a", "send", "play a", "search the", "draw me")
+    ):
+        return Item(
+            "talk",
+            [vary(rng, ask)],
+            "I cannot do that. I can only write text.",
+            "I have no tool for this.",
+            key=ask,
+        )
+    return Item(
+        "talk",
+        [vary(rng, ask)],
+        UNKNOWN_ANSWER[0] if rng.random() < 0.8 else pick(rng, UNKNOWN_ANSWER),
+        "I do not know this. I say so.",
+        key=ask,
+    )
 
 
 SMALL = (
@@ -249,7 +338,18 @@ def _small(rng: random.Random) -> Item:
 
 def items(rng: random.Random, count: int) -> Iterator[Item]:
     """`count` short conversations: talk and remembered facts about the user."""
-    makers = (_greeting, _identity, _name, _name, _name, _unknown, _unknown, _unknown, _small, _small)
+    makers = (
+        _greeting,
+        _identity,
+        _name,
+        _name,
+        _name,
+        _unknown,
+        _unknown,
+        _unknown,
+        _small,
+        _small,
+    )
     for _ in range(count):
         yield pick(rng, makers)(rng)
 
