@@ -1,5 +1,7 @@
 """Evaluation prompts as token ids: one list for the trainer's samples and for the model card."""
 
+# ruff: noqa: E501 (prompt table: one entry a line)
+
 from __future__ import annotations
 
 import json

