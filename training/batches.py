@@ -3,7 +3,8 @@
 Owns: cutting documents into pieces, filling rows so that documents start aligned and never share
 positions, sampling sources by weight, held-out rows. Knows nothing of: the model, devices.
 
-A row is three int32 arrays of length T: token ids, position in the piece, piece number (padding: -1).
+A row is three int32 arrays of length T: token ids, position in the piece, piece number
+(padding: -1).
 """
 
 import queue

@@ -97,6 +97,19 @@ def rope_frequencies(args: V41Args, compressed: bool) -> Tensor:
     return f / args.rope_factor * t + f * (1 - t)
 
 
+def top_mask(scores: Tensor, k: int) -> Tensor:
+    """The k largest finite scores of the last axis as a mask; ties go to the lower index.
+
+    Ties are common: an entry whose heads are all cut off by the ReLU scores exactly 0.
+    """
+    k = min(k, scores.shape[-1])
+    last = scores.topk(k, -1, sorted=False).values.amin(-1, keepdim=True)
+    above, tied = scores > last, scores == last
+    room = k - above.sum(-1, keepdim=True)
+    chosen = above | (tied & (tied.cumsum(-1, dtype=torch.int32) <= room))
+    return chosen & (scores > float("-inf"))
+
+
 class Base(nn.Module):
     """Parameters under published names, quantised on demand, and the parts blocks share."""
 
@@ -371,16 +384,12 @@ class Model(Base):
                 float("inf"),
                 best,
             )
-            top = best.topk(min(a.candidate_topk_blocks, best.shape[-1]), -1, sorted=False)
-            keep = torch.zeros_like(best, dtype=torch.bool)
-            keep.scatter_(-1, top.indices, top.values > float("-inf"))
+            keep = top_mask(best, a.candidate_topk_blocks)
             sh.candidates = keep.repeat_interleave(size, -1)[..., :entries]
         if role.restricted:
             assert sh.candidates is not None
             scores = scores.masked_fill(~sh.candidates, float("-inf"))
-        top = scores.topk(min(a.index_topk, entries), -1, sorted=False)
-        chosen = torch.zeros_like(mask)
-        return chosen.scatter_(-1, top.indices, top.values > float("-inf"))
+        return top_mask(scores, a.index_topk)
 
     def _index_loss(self, scores: Tensor, probs: Tensor, mask: Tensor) -> Tensor:
         """KL from the head-mean attention over the entries to the indexer's softmax."""

@@ -1,7 +1,7 @@
 """Sizes, parameter table and n-gram hash of the model that is trained here.
 
-Owns: `demo_args` (the bundled demo model), `parameter_table` (every trainable tensor with its shape,
-storage format and optimiser group, under the published names) and `engram_tables`.
+Owns: `demo_args` (the bundled demo model), `parameter_table` (every trainable tensor with its
+shape, storage format and optimiser group, under the published names) and `engram_tables`.
 Knows nothing of: torch, files, the training loop. Needs numpy and `deepdraft.arch` only.
 """
 

@@ -55,22 +55,22 @@ def lines(out: Path, kind: str) -> list[dict[str, float]]:
 
 def test_joint_then_quantised_then_drafter(model_file: Path, tmp_path: Path) -> None:
     first = tmp_path / "1"
-    trainer = run(model_file, first, "--max-steps", "30", "--warmup", "5")
+    trainer = run(model_file, first, "--max-steps", "24", "--warmup", "4")
     losses = [r["ce"] for r in lines(first, "train")]
     assert losses[-1] < 0.6 * losses[0]
-    assert trainer.steps == 30
+    assert trainer.steps == 24
     assert trainer.last_eval["accepted"] > 1.1
 
     second = tmp_path / "2"
     every = ("--index-from", "0", "--sparse-from", "0", "--quant-from", "0", "--replay-from", "0")
     # half the learning rate: the quantised model must keep what the first run learnt
-    run(model_file, second, "--init", str(first), "--max-steps", "6", "--muon-lr", "0.01", *every)
+    run(model_file, second, "--init", str(first), "--max-steps", "3", "--log-every", "1", "--muon-lr", "0.01", *every)
     resumed = [r["ce"] for r in lines(second, "train")]
     assert resumed[0] < 1.3 * losses[-1]
     assert lines(second, "train")[-1]["index"] > 0
 
     third = tmp_path / "3"
-    options = ("--phase", "drafter", "--init", str(second), "--max-steps", "4", *every)
+    options = ("--phase", "drafter", "--init", str(second), "--max-steps", "3", *every)
     run(model_file, third, *options)
     before, after = store.read_weights(second), store.read_weights(third)
     moved = {k for k in before if not torch.equal(before[k], after[k])}
