@@ -98,7 +98,7 @@ class Live:
     def start(self) -> None:
         self.thread.start()
         deadline = threading.Event()
-        for _ in range(500):
+        for _ in range(2000):
             if self.server.started:
                 return
             deadline.wait(0.01)
@@ -121,12 +121,14 @@ class Live:
 
 @pytest.fixture
 def make_live(make_toy: Callable[..., Toy]) -> Iterator[Callable[..., Live]]:
-    """Makes toys on real sockets."""
+    """Makes toys on real sockets; without `wait` loading waits for the toy's gate."""
     lives: list[Live] = []
 
     def make(*, wait: bool = True, **options: Any) -> Live:
         options["server"] = {"port": 0, **options.get("server", {})}
         live = Live(make_toy(**options))
+        if not wait:
+            live.toy.gate.clear()
         lives.append(live)
         live.start()
         if wait:

