@@ -30,18 +30,26 @@ def build(out: Path, scale: float, preset: int) -> None:
     packed = pack.Packed([], [], [])
     trained: set[str] = set()
 
-    def add(group: mix.Group, texts: list[str], split: str, weight: float, **more: object) -> None:
-        options = {"chat": group.chat, "limit": pack.PIECE, "name": group.name, **more}
+    def add(
+        group: mix.Group,
+        texts: list[str],
+        split: str,
+        weight: float,
+        limit: int = pack.PIECE,
+        prefix: str = "",
+    ) -> None:
         pack.add_source(
             packed,
             tokenizer,
             newline,
             texts,
+            chat=group.chat,
+            limit=limit,
+            name=prefix + group.name,
             license=group.license,
             packages=list(group.packages),
             weight=round(weight, 4),
             split=split,
-            **options,
         )
         packed.sources[-1]["chat"] = group.chat
         s = packed.sources[-1]
@@ -61,7 +69,7 @@ def build(out: Path, scale: float, preset: int) -> None:
         add(group, group.val, "val", 0.0)
         if group.name in LONG_SOURCES:  # some of the same text again in long pieces
             long = [t for t in group.train if len(t) > 12_000][: max(4, int(40 * scale))]
-            add(group, long, "train", 0.0, limit=pack.LONG_PIECE, name=f"long-{group.name}")
+            add(group, long, "train", 0.0, limit=pack.LONG_PIECE, prefix="long-")
     about = {
         "tokenizer_sha256": hashlib.sha256(TOKENIZER.read_bytes()).hexdigest(),
         "archives_sha256": json.loads(fetch.HASHES.read_text()),

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 
 def _pairs(text: str) -> list[tuple[str, str]]:
-    return [
-        tuple(p.strip() for p in x.split("="))
-        for x in text.replace("\n", " ").split(";")
-        if x.strip()
-    ]  # type: ignore[misc]
+    out = []
+    for entry in text.replace("\n", " ").split(";"):
+        if entry.strip():
+            left, right = entry.split("=")
+            out.append((left.strip(), right.strip()))
+    return out
 
 
 CAPITALS = _pairs("""
