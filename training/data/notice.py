@@ -21,7 +21,8 @@ OUT = Path(__file__).resolve().parents[2] / "deepdraft/demo/NOTICE-data.md"
 # title, package, file inside it, first and last line taken (patterns)
 NOTICES = (
     ("WordNet 3.0", "wordnet-base", "usr/share/doc/wordnet-base/copyright", r"^Files: \*", r"^Files: debian"),
-    ("PostgreSQL", "postgresql-doc-15", "usr/share/doc/postgresql-doc-15/copyright", r"^License: PostgreSQL$", r"^License: "),
+    ("PostgreSQL", "postgresql-doc-15", "usr/share/doc/postgresql-doc-15/copyright", r"^Files: \*", r"^Files: src"),
+    ("PostgreSQL licence", "postgresql-doc-15", "usr/share/doc/postgresql-doc-15/copyright", r"^ Permission to use, copy, modify, and distribute this software and its$", r"^(License|Files): "),
     ("Python (PSF)", "libpython3.11-stdlib", "usr/lib/python3.11/LICENSE.txt", r"^PYTHON SOFTWARE FOUNDATION LICENSE", r"^BEOPEN"),
     ("Django", "Django", "django-5.2.8.dist-info/licenses/LICENSE", r"", r"$^"),
     ("SymPy", "sympy", "sympy-1.14.0.dist-info/licenses/LICENSE", r"", r"^Patches that were"),
