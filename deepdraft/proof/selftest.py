@@ -20,14 +20,12 @@ from torch import Tensor
 
 from deepdraft.models.deepseek_v41 import DeepseekV41
 from deepdraft.ops import attention, elementwise, index, moe
+from deepdraft.proof import oracles
+from deepdraft.proof.failed import Failed
 from deepdraft.proof.tiny import RandomWeights, tiny_args
 from deepdraft.quant import formats
 
 ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 80, 95, 96)
-
-
-class Failed(Exception):
-    """A check did not hold; the message says where."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +252,11 @@ CHECKS: tuple[tuple[str, Callable[[str], str]], ...] = (
     ("experts: rows", check_expert_rows),
     ("indexer: rows and ties", check_index_rows),
     ("quantisers", check_quantisers),
+    ("verification rules: exact", lambda device: oracles.check_exact()),
+    ("verification rules: cut blocks", lambda device: oracles.check_cuts()),
+    ("verification rules: sampled", lambda device: oracles.check_sampled()),
+    ("verification rules: keys", lambda device: oracles.check_keys()),
+    ("verification rules: coupled", lambda device: oracles.check_coupled()),
     ("model steps, exact", lambda device: check_model_steps(device, "exact")),
     ("model steps, qsim", lambda device: check_model_steps(device, "qsim")),
     ("model steps, quant", lambda device: check_model_steps(device, "quant")),

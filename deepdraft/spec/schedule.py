@@ -1,0 +1,329 @@
+"""How many drafts of each request a step verifies.
+
+Owns: the fixed threshold, the cost-table rule, both also across requests under a row budget, and
+the gate that stops drafting where it does not pay. Knows nothing of: target results, laws, models.
+
+Every choice here is a stopping rule. Whether draft i + 1 goes in is decided from the confidences of
+drafts up to i + 1, and a confidence depends on earlier drafts only. A choice that looked further
+(say, the best of all counts) would depend on drafts that it then throws away, and the text would
+not follow the target's law any more (docs/speculation.md).
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from deepdraft.errors import ConfigError
+from deepdraft.spec.costs import CostTable
+
+THRESHOLD_PROFILES = {"4-gpu": 0.3, "8-gpu": 0.2}
+"""Thresholds as published for the reference engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """How many drafts each request gets, and what that should yield.
+
+    `expected_tokens` counts each request's certain token too. Row count of the step: one a request
+    and one a draft.
+    """
+
+    num_drafts: tuple[int, ...]
+    expected_tokens: float
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the step."""
+        return len(self.num_drafts) + sum(self.num_drafts)
+
+
+class Schedule(Protocol):
+    """A way to choose the number of drafts."""
+
+    def allocate(
+        self,
+        confidences: Sequence[Sequence[float]],
+        *,
+        max_rows: int | None = None,
+        load: float = 0.0,
+    ) -> Allocation:
+        """Chooses for every request of a step.
+
+        `confidences[r][i]`: probability that draft i of request r is accepted if all before it
+        were. A NaN or one outside [0, 1] ends that request's drafts. `max_rows` bounds the rows of
+        the whole step, and each request needs one whatever happens.
+        """
+        ...
+
+
+class _Front:
+    """The next draft of each request, best first; a confidence is read when its draft comes up.
+
+    A request's confidence is never read beyond the first draft that is not taken.
+    """
+
+    def __init__(self, confidences: Sequence[Sequence[float]]) -> None:
+        self.confidences = confidences
+        self.taken = [0] * len(confidences)
+        self.survivals = [1.0] * len(confidences)
+        self.heads: list[tuple[float, int]] = []
+        for request in range(len(confidences)):
+            self._reveal(request)
+
+    def _reveal(self, request: int) -> None:
+        i = self.taken[request]
+        if i < len(self.confidences[request]):
+            confidence = float(self.confidences[request][i])
+            if _usable(confidence):
+                heapq.heappush(self.heads, (-self.survivals[request] * confidence, request))
+
+    def take(self) -> float:
+        """Takes the best draft; returns the probability that it stands."""
+        value, request = heapq.heappop(self.heads)
+        self.survivals[request] = -value
+        self.taken[request] += 1
+        self._reveal(request)
+        return -value
+
+    def drop(self) -> None:
+        """Ends the drafts of the request with the best draft."""
+        heapq.heappop(self.heads)
+
+
+def _usable(confidence: float) -> bool:
+    return 0.0 <= confidence <= 1.0  # false for NaN
+
+
+def _room(num_requests: int, max_rows: int | None) -> float:
+    return math.inf if max_rows is None else max(0, max_rows - num_requests)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedSchedule:
+    """Always the same number of drafts, as far as there are rows."""
+
+    num_drafts: int
+
+    def allocate(
+        self,
+        confidences: Sequence[Sequence[float]],
+        *,
+        max_rows: int | None = None,
+        load: float = 0.0,
+    ) -> Allocation:
+        """In turn: every request's first draft, then every second one. See `Schedule`."""
+        room = _room(len(confidences), max_rows)
+        taken = [0] * len(confidences)
+        survivals = [1.0] * len(confidences)
+        expected = float(len(confidences))
+        for i in range(self.num_drafts):
+            for request, own in enumerate(confidences):
+                if room > 0 and taken[request] == i < len(own) and _usable(float(own[i])):
+                    survivals[request] *= float(own[i])
+                    expected += survivals[request]
+                    taken[request] += 1
+                    room -= 1
+        return Allocation(num_drafts=tuple(taken), expected_tokens=expected)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThresholdSchedule:
+    """Drafts go in while the running product of confidences is at least a threshold.
+
+    In blocks of `relax_from` drafts or more the last `len(relaxed)` positions have the threshold
+    times these factors. The first draft below its threshold ends the block, even if a later,
+    relaxed threshold would let it pass. If rows are short, the likeliest drafts go in first.
+    """
+
+    threshold: float = THRESHOLD_PROFILES["4-gpu"]
+    relaxed: tuple[float, ...] = (0.5, 0.25)
+    relax_from: int = 3
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.threshold <= 1.0:
+            raise ConfigError(f"threshold must lie in [0, 1], got {self.threshold}")
+        if not all(0.0 <= f <= 1.0 for f in self.relaxed):
+            raise ConfigError(f"relaxed factors must lie in [0, 1], got {self.relaxed}")
+        if self.relax_from < len(self.relaxed):
+            raise ConfigError(
+                f"relax_from must be at least {len(self.relaxed)}, the number of relaxed positions"
+            )
+
+    def thresholds(self, block_size: int) -> list[float]:
+        """The threshold of each position of a block."""
+        out = [self.threshold] * block_size
+        if block_size >= self.relax_from:
+            for i, factor in enumerate(self.relaxed, start=block_size - len(self.relaxed)):
+                out[i] *= factor
+        return out
+
+    def allocate(
+        self,
+        confidences: Sequence[Sequence[float]],
+        *,
+        max_rows: int | None = None,
+        load: float = 0.0,
+    ) -> Allocation:
+        """See `Schedule`. A request's block size is its number of confidences."""
+        room = _room(len(confidences), max_rows)
+        limits = [self.thresholds(len(own)) for own in confidences]
+        front = _Front(confidences)
+        expected = float(len(confidences))
+        while front.heads and room > 0:
+            value, request = front.heads[0]
+            if -value >= limits[request][front.taken[request]]:
+                expected += front.take()
+                room -= 1
+            else:
+                front.drop()
+        return Allocation(num_drafts=tuple(front.taken), expected_tokens=expected)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostSchedule:
+    """Drafts go in while they are worth their time.
+
+    A millisecond is worth `rate` tokens. Draft by draft, likeliest first, a draft goes in if the
+    probability that it stands exceeds rate * (what its row adds to the step), or if it does so
+    together with drafts expected behind it, as where a step's cost rises in stairs. Behind a draft
+    the confidence is expected to be `means[i]` at position i, or to stay as it is without means.
+
+    `rate` should be what the request or server achieves over time (`RateMeter`): that choice
+    maximises tokens per millisecond in the long run. Without a rate, this step's own ratio of
+    expected tokens to milliseconds stands in.
+    """
+
+    table: CostTable
+    means: tuple[float, ...] = ()
+
+    def allocate(
+        self,
+        confidences: Sequence[Sequence[float]],
+        *,
+        max_rows: int | None = None,
+        load: float = 0.0,
+        rate: float | None = None,
+        spent_ms: float = 0.0,
+    ) -> Allocation:
+        """See `Schedule`. `spent_ms`: time of the step already gone, such as for drafting."""
+        room = _room(len(confidences), max_rows)
+        rows = len(confidences)
+        front = _Front(confidences)
+        expected = float(rows)
+        ms = self.table.step_ms(rows, load) if rows else 0.0
+        while front.heads and room > 0:
+            price = rate if rate is not None else expected / (spent_ms + ms)
+            if not self._pays(front, rows, room, price, lambda n: self.table.step_ms(n, load)):
+                break
+            expected += front.take()
+            rows += 1
+            room -= 1
+            ms = self.table.step_ms(rows, load)
+        return Allocation(num_drafts=tuple(front.taken), expected_tokens=expected)
+
+    def _pays(
+        self,
+        front: _Front,
+        rows: int,
+        room: float,
+        price: float,
+        step_ms: Callable[[int], float],
+    ) -> bool:
+        """The best draft is worth its row, alone or with the best ones expected behind it."""
+        base = step_ms(rows)
+        heads = [(value, request, front.taken[request]) for value, request in front.heads]
+        last = dict.fromkeys(range(len(front.taken)), 0.0)
+        for value, request, _ in heads:
+            before = front.survivals[request]
+            last[request] = -value / before if before else 0.0
+        gain = 0.0
+        heapq.heapify(heads)
+        while heads and room > 0:
+            value, request, i = heapq.heappop(heads)
+            gain -= value
+            rows += 1
+            room -= 1
+            if gain > price * (step_ms(rows) - base):
+                return True
+            if i + 1 < len(front.confidences[request]):
+                ahead = self.means[i + 1] if i + 1 < len(self.means) else last[request]
+                heapq.heappush(heads, (value * ahead, request, i + 1))
+        return False
+
+
+class RateMeter:
+    """Tokens per millisecond lately: sums that forget by a factor a step."""
+
+    def __init__(self, decay: float = 0.98) -> None:
+        if not 0.0 < decay < 1.0:
+            raise ConfigError(f"decay must lie between 0 and 1, got {decay}")
+        self.decay = decay
+        self._tokens = self._ms = 0.0
+
+    def add(self, num_tokens: float, ms: float) -> None:
+        """One step of all its time, drafting included."""
+        self._tokens = self.decay * self._tokens + num_tokens
+        self._ms = self.decay * self._ms + ms
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens per millisecond; None before the first step."""
+        return self._tokens / self._ms if self._ms > 0 else None
+
+
+class DraftGate:
+    """Whether a request should draft at all, judged from its past steps.
+
+    A drafter costs time before its confidences are known. The gate compares what drafted steps
+    yielded with plain ones over trials of `trial` steps. If drafting lost, it pauses for
+    `first_pause` steps, twice as long each time up to `longest_pause`, and tries again.
+    """
+
+    def __init__(
+        self,
+        *,
+        trial: int = 4,
+        first_pause: int = 16,
+        longest_pause: int = 256,
+        decay: float = 0.9,
+    ) -> None:
+        if trial < 1 or not 1 <= first_pause <= longest_pause or not 0.0 < decay < 1.0:
+            raise ConfigError(
+                "draft gate: trial >= 1, 1 <= first_pause <= longest_pause and 0 < decay < 1"
+            )
+        self.trial, self.first_pause, self.longest_pause = trial, first_pause, longest_pause
+        self.decay = decay
+        self._pause = first_pause
+        self._resting = 0
+        self._seen = 0
+        self._tokens = self._ms = self._plain_ms = 0.0
+
+    def wants_draft(self) -> bool:
+        """Asked once a step."""
+        if self._resting:
+            self._resting -= 1
+            return False
+        return True
+
+    def record(self, num_tokens: int, ms: float, plain_ms: float) -> None:
+        """A drafted step: its tokens, its whole time, and the time that a plain step takes now."""
+        self._seen += 1
+        self._tokens = self.decay * self._tokens + num_tokens
+        self._ms = self.decay * self._ms + ms
+        self._plain_ms = self.decay * self._plain_ms + plain_ms
+        if self._seen < self.trial:
+            return
+        # tokens / ms against 1 / plain step, both means over the same steps
+        if self._tokens * self._plain_ms >= self._ms * self._weight():
+            self._pause = self.first_pause
+            return
+        self._resting = self._pause
+        self._pause = min(2 * self._pause, self.longest_pause)
+        self._seen = 0
+        self._tokens = self._ms = self._plain_ms = 0.0
+
+    def _weight(self) -> float:
+        """The decayed number of steps seen."""
+        return (1.0 - self.decay**self._seen) / (1.0 - self.decay)
