@@ -165,6 +165,8 @@ class Prompts:
             if taken.get(kind, 0) < per_class:
                 taken[kind] = taken.get(kind, 0) + 1
                 chosen.append((kind, ids, want))
+        if not chosen:
+            return []
         answers = generate(model, [ids for _, ids, _ in chosen], new_tokens)
         lines = []
         for (kind, ids, _), answer in zip(chosen, answers, strict=True):

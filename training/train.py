@@ -130,7 +130,7 @@ class Trainer:
         self.prompts = None
         if opts.prompts is not None:
             self.prompts = quietly(
-                lambda: Prompts(opts.prompts, opts.tokenizer, opts.length - 64), self.say
+                lambda: Prompts(opts.prompts, opts.tokenizer, opts.length // 2), self.say
             )
         self.rng = np.random.default_rng(opts.seed)
         self.micro = 1

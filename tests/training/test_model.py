@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from tiny import tiny_args, tiny_corpus
+
 from deepdraft.checkpoint.names import tensor_table
 from deepdraft.ops.engram_hash import engram_tables as engine_tables
-from tiny import tiny_args, tiny_corpus
 from training import drafter, losses
 from training.batches import Sampler
 from training.check_golden import pad_rows

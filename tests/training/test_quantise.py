@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from deepdraft.quant import formats
 from training import quantise
 

@@ -64,7 +64,8 @@ def test_joint_then_quantised_then_drafter(model_file: Path, tmp_path: Path) -> 
     second = tmp_path / "2"
     every = ("--index-from", "0", "--sparse-from", "0", "--quant-from", "0", "--replay-from", "0")
     # half the learning rate: the quantised model must keep what the first run learnt
-    run(model_file, second, "--init", str(first), "--max-steps", "3", "--log-every", "1", "--muon-lr", "0.01", *every)
+    options = ("--init", str(first), "--max-steps", "5", "--muon-lr", "0.01", *every)
+    run(model_file, second, *options)
     resumed = [r["ce"] for r in lines(second, "train")]
     assert resumed[0] < 1.3 * losses[-1]
     assert lines(second, "train")[-1]["index"] > 0
