@@ -104,6 +104,11 @@ class Trainer:
         opts.out.mkdir(parents=True, exist_ok=True)
         self.log_path = opts.out / "log.jsonl"
         args, token_map, self.record = read_model_file(opts.model)
+        about = getattr(corpus, "about", {})
+        if about.get("tokenizer_sha256", self.record["tokenizer_sha256"]) != (
+            self.record["tokenizer_sha256"]
+        ):
+            raise ValueError(f"{opts.model} and {opts.corpus} come from different tokenizers")
         self.model = Model(args, token_map)
         if opts.init is not None:
             store.load_weights(self.model, opts.init)
