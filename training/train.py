@@ -105,8 +105,9 @@ class Trainer:
         self.log_path = opts.out / "log.jsonl"
         args, token_map, self.record = read_model_file(opts.model)
         about = getattr(corpus, "about", {})
-        if about.get("tokenizer_sha256", self.record["tokenizer_sha256"]) != (
-            self.record["tokenizer_sha256"]
+        if (
+            about.get("tokenizer_sha256", self.record["tokenizer_sha256"])
+            != (self.record["tokenizer_sha256"])
         ):
             raise ValueError(f"{opts.model} and {opts.corpus} come from different tokenizers")
         self.model = Model(args, token_map)
