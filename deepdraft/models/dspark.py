@@ -153,9 +153,7 @@ class Drafter:
             )
         if first > state.drafter_tokens:
             state.drafter_floor = first  # a gap: what lies below cannot be reached
-        skip = max(0, n - self.args.sliding_window)
-        if skip and first + skip > state.drafter_tokens:
-            state.drafter_floor = max(state.drafter_floor, first + skip)
+        skip = max(0, n - pool.ring)  # these would be overwritten at once
         taps, first_kept = taps[skip:], first + skip
         positions = np.arange(first_kept, first + n)
         rows = torch.from_numpy(state.ring_row(positions)).to(taps.device)
