@@ -117,7 +117,7 @@ def fit(
         slope, offset = _logistic(raw[keep], accepted[keep], shift, strength)
         temperatures.append(1.0 / slope)
         shifts.append(offset)
-        # The drafter's estimate, if any, stands in for a position never seen.
+        # A position never reached is taken to be like the one before it.
         means.append(float(accepted.mean()) if accepted.size else (means[-1] if means else 0.5))
     return Calibration(temperatures=tuple(temperatures), shifts=tuple(shifts), means=tuple(means))
 

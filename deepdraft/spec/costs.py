@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import isfinite
 from statistics import median
 from typing import Any
 
@@ -107,8 +108,8 @@ class CostTable:
 
 
 def _rising(name: str, values: Sequence[float]) -> None:
-    if not values or any(a >= b for a, b in pairwise(values)):
-        raise ConfigError(f"cost table: {name} must rise and not be empty, got {values}")
+    if not values or not all(map(isfinite, values)) or any(a >= b for a, b in pairwise(values)):
+        raise ConfigError(f"cost table: {name} must rise, be finite and not be empty, got {values}")
 
 
 def _between(points: Sequence[float], x: float) -> tuple[int, int, float]:

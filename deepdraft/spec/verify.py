@@ -211,7 +211,11 @@ def _is_certain(proposal: Proposal) -> bool:
         return True
     if len(laws) < len(ids):
         return False
-    return all(0 <= x < len(law_V) and law_V[x] == 1 for x, law_V in zip(ids, laws, strict=False))
+    rows = (as_row(row) for row in laws)
+    return all(
+        q_V.ndim == 1 and 0 <= x < q_V.shape[0] and bool(q_V[x] == 1)
+        for x, q_V in zip(ids, rows, strict=False)
+    )
 
 
 def _bonus(proposal: Proposal, target: Target, dice: Dice) -> Verdict:
