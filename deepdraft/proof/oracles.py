@@ -367,7 +367,7 @@ def check_sampled(
     block: LawRule = verify_block,
     *,
     trials: int = 10_000,
-    size: int = 3,
+    size: int = 2,
     make_dice: MakeDice = KeyedDice,
 ) -> str:
     """Three-token families with keyed dice: first tokens follow the target, block accepts more."""

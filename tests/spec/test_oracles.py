@@ -240,13 +240,13 @@ def test_keyed_dice_hold() -> None:
 
 def test_sampling_notices_a_biased_rule_and_a_weak_one() -> None:
     def biased(proposal: Proposal, target: Target, dice: Dice) -> Verdict:
-        return verify_token(replace(proposal, laws=[np.full(3, 1 / 3)] * 3), target, dice)
+        return verify_token(replace(proposal, laws=[np.full(3, 1 / 3)] * 2), target, dice)
 
     with pytest.raises(Failed, match=r"token, reversed: tokens come with"):
         oracles.check_sampled(token=biased, trials=2000)
 
     def weak(proposal: Proposal, target: Target, dice: Dice) -> Verdict:
-        return verify_block(proposal.cut(2), target, dice)
+        return verify_block(proposal.cut(1), target, dice)
 
     with pytest.raises(Failed, match="block accepts"):
         oracles.check_sampled(block=weak, trials=500)
