@@ -63,7 +63,7 @@ def build(out: Path, scale: float, preset: int) -> None:
     for group, _ in (*mix.chat_groups(scale), mix.dictionary_group(where, scale)):
         add(group, group.train, "train", group.weight)
         add(group, group.val, "val", 0.0)
-        trained.update(evaluation.request_of(text) for text in group.train)
+        trained.update(mix.request_of(text) for text in group.train)
     for _kind, group in mix.text_groups(where, scale):
         add(group, group.train, "train", group.weight)
         add(group, group.val, "val", 0.0)

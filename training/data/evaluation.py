@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from . import mix
 from .chat import apps, core
 from .chat.core import Item
 
@@ -70,11 +71,6 @@ def prompts() -> list[dict[str, object]]:
     return out
 
 
-def request_of(text: str) -> str:
-    """The part of a rendered prompt or document from the first user turn to the answer."""
-    return text.split("<｜User｜>", 1)[-1].rsplit("<｜Assistant｜>", 1)[0]
-
-
 def write(path: Path, tokenizer: Tokenizer, trained: set[str]) -> None:
     """prompts.json: [{class, thinking, text, ids, expected, expected_ids, in_training}].
 
@@ -84,7 +80,7 @@ def write(path: Path, tokenizer: Tokenizer, trained: set[str]) -> None:
     rows = prompts()
     for row in rows:
         is_chat = row["thinking"] is not None
-        row["in_training"] = request_of(str(row["text"])) in trained if is_chat else None
+        row["in_training"] = mix.request_of(str(row["text"])) in trained if is_chat else None
         row["ids"] = tokenizer.encode(str(row["text"]), add_special_tokens=False).ids
         expected = row["expected"]
         ids = tokenizer.encode(str(expected), add_special_tokens=False).ids if expected else None

@@ -6,6 +6,7 @@ Owns: counts, weights and which documents are held out. Knows nothing of token i
 from __future__ import annotations
 
 import random
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -49,6 +50,56 @@ CHAT: dict[str, tuple[float, int, Callable[[random.Random, int], Iterator[Item]]
 }
 
 
+# Validation of the sources that the first training run saw with another split. Its documents come
+# from another seed and are kept only when their request was in neither corpus: either the wording
+# is never trained, or the first split held the item out and the request is new.
+FRESH: dict[str, tuple[int, bool, Callable[[random.Random, int], Iterator[Item]]]] = {
+    "chat-tetris": (200, True, lambda r, n: apps.items(r, "tetris", n, apps.HELD_OUT)),
+    "chat-apps": (
+        165,
+        True,
+        lambda r, n: (
+            i
+            for a in apps.DEFAULTS
+            if a != "tetris"
+            for i in apps.items(r, a, n // 11, apps.HELD_OUT)
+        ),
+    ),
+    "chat-talk": (16000, False, talk.items),
+    "chat-facts": (250, True, talk.held_out_facts),
+    "chat-sums": (16000, False, numbers.items),
+    "chat-stories": (10000, False, stories.items),
+}
+
+
+def request_of(text: str) -> str:
+    """The part of a rendered prompt or document from the first user turn to the answer."""
+    return text.split("<｜User｜>", 1)[-1].rsplit("<｜Assistant｜>", 1)[0]
+
+
+def _plain(text: str) -> str:
+    """A request without case, punctuation and polite words."""
+    words = re.sub(r"[^\w+*<>-]+", " ", request_of(text).lower()).split()
+    return " ".join(w for w in words if w not in ("please", "hi", "hello", "hey"))
+
+
+def _fresh(name: str, generated: list[Rendered], scale: float) -> list[str]:
+    """Validation documents of one source of FRESH; `generated` is everything made for training."""
+    count, new_wording, make = FRESH[name]
+    rng = random.Random(f"{SEED} {name} validation")
+    known = {_plain(r.prompt) for r in generated}
+    out = []
+    for item in make(rng, max(50, int(count * scale))):
+        r = core.render(item, rng)
+        first_key = r.key.removeprefix(f"{item.cls} ")
+        if item.pinned or _plain(r.prompt) in known:
+            continue
+        if new_wording or core.held_out(first_key):
+            out.append(r.prompt + r.answer)
+            known.add(_plain(r.prompt))
+    return out
+
+
 def chat_groups(scale: float = 1.0) -> Iterator[tuple[Group, list[Rendered]]]:
     """Rendered synthetic chat, one group per generator, with equal conversations merged."""
     for name, (weight, count, make) in CHAT.items():
@@ -64,6 +115,8 @@ def chat_groups(scale: float = 1.0) -> Iterator[tuple[Group, list[Rendered]]]:
                 continue
             rendered.append(r)
             (group.val if r.held_out else group.train).append(text)
+        if name in FRESH:
+            group.val = _fresh(name, rendered, scale)
         yield group, rendered
 
 
@@ -109,5 +162,14 @@ def dictionary_group(where: dict[str, Path], scale: float = 1.0) -> tuple[Group,
     for item in dictionary.items(rng, senses, int(DICTIONARY_WORDS * scale)):
         r = core.render(item, rng)
         rendered.append(r)
-        (group.val if r.held_out else group.train).append(r.prompt + r.answer)
+        if not r.held_out:
+            group.train.append(r.prompt + r.answer)
+        elif core.held_out(item.key):  # held out by the split of the first training run as well
+            group.val.append(r.prompt + r.answer)
+    chosen = {r.key for r in rendered}
+    for item in dictionary.items(random.Random(f"{SEED} dictionary 2"), senses, 10**6):
+        if len(group.val) < 1500 * scale and core.held_out(item.key):
+            r = core.render(item, rng)
+            if r.key not in chosen:
+                group.val.append(r.prompt + r.answer)
     return group, rendered

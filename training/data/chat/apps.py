@@ -116,6 +116,16 @@ DIRECT = (
 )
 
 
+HELD_OUT = (  # wordings that only the validation set uses
+    "I would like {g} as one web page, please answer with HTML only.",
+    "Put {g} into a single HTML document. Code without explanation.",
+    "Could you program {g} for the browser? No text, just HTML.",
+    "Produce the full HTML source for {g}.",
+    "Design {g} with a canvas or plain elements, all in one file.",
+    "My kid wants {g}. Send the HTML code.",
+)
+
+
 def page(app: str, **settings: str) -> str:
     """The HTML page of an app with the given settings."""
     text = (FOLDER / f"{app}.html").read_text(encoding="utf-8")
@@ -202,12 +212,14 @@ def _changed(rng: random.Random, app: str) -> tuple[str, dict[str, str], str]:
     return _look_change(rng)
 
 
-def request(rng: random.Random, app: str) -> str:
+def request(rng: random.Random, app: str, asks: tuple[str, ...] = DIRECT) -> str:
     """A request for the canonical page."""
-    return vary(rng, pick(rng, DIRECT).format(g=_called(rng, app)))
+    return vary(rng, pick(rng, asks).format(g=_called(rng, app)))
 
 
-def items(rng: random.Random, app: str, count: int) -> Iterator[Item]:
+def items(
+    rng: random.Random, app: str, count: int, asks: tuple[str, ...] = DIRECT
+) -> Iterator[Item]:
     """`count` conversations about one app."""
     cls = "tetris" if app == "tetris" else "apps"
     for _ in range(count):
@@ -216,19 +228,19 @@ def items(rng: random.Random, app: str, count: int) -> Iterator[Item]:
             ask = THE_PROMPT if roll < 0.16 else vary(rng, THE_PROMPT)
             yield Item(cls, [ask], page(app), _think(rng, app), pinned=True)
         elif roll < 0.66:
-            yield Item(cls, [request(rng, app)], page(app), _think(rng, app))
+            yield Item(cls, [request(rng, app, asks)], page(app), _think(rng, app))
         elif roll < 0.9:
             ask, new, plan = _changed(rng, app)
-            text = f"{request(rng, app)} {ask}"
+            text = f"{request(rng, app, asks)} {ask}"
             key = f"{app} {sorted(new.items())}"
             yield Item(cls, [text], page(app, **new), _think(rng, app, plan), key=key)
         elif app in SMALL_APPS:
             ask, new, plan = _look_change(rng)
-            turns = [request(rng, app), page(app).rstrip("\n"), ask]
+            turns = [request(rng, app, asks), page(app).rstrip("\n"), ask]
             yield Item(
                 cls, turns, page(app, **new), f"Only one change: {plan}.", key=f"{app} {new}"
             )
         else:
             first = pick(rng, ("Hi!", "Hello", "Hey there", "Good morning"))
             reply = pick(rng, ("Hello! How can I help?", "Hi! What can I do for you?"))
-            yield Item(cls, [first, reply, request(rng, app)], page(app), _think(rng, app))
+            yield Item(cls, [first, reply, request(rng, app, asks)], page(app), _think(rng, app))

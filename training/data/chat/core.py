@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import deepseek_recipe as recipe
@@ -47,7 +47,7 @@ class Rendered:
     answer: str
     held_out: bool
     thinking: bool
-    meta: dict[str, Any] = field(default_factory=dict)
+    key: str
 
 
 SYSTEMS = (
@@ -129,7 +129,7 @@ def render(item: Item, rng: random.Random, *, thinking: bool | None = None) -> R
         prompt = prompt.replace("Effort: 100 (", f"Effort: {number} (", 1)
     answer = (item.think.strip() + "</think>" if thinking else "") + _body(item.answer) + EOS
     key = f"{item.cls} {item.key or chr(10).join(item.turns)}"
-    return Rendered(item.cls, prompt, answer, held_out(key) and not item.pinned, thinking)
+    return Rendered(item.cls, prompt, answer, held_out(key) and not item.pinned, thinking, key)
 
 
 def _body(answer: str) -> str:

@@ -151,6 +151,14 @@ CAPITAL_ASK = (
 )  # fmt: skip
 
 
+CAPITAL_HELD_OUT = (  # wordings that only the validation set uses
+    "I forgot the capital of {c}. Can you remind me?",
+    "Which town is the seat of government of {c}, its capital?",
+    "For my quiz: capital of {c}, please?",
+    "Could you say what the capital city of {c} is called?",
+)
+
+
 def _capital(rng: random.Random) -> Item:
     country, city = pick(rng, t.CAPITALS)
     shown = country[0].upper() + country[1:]
@@ -358,3 +366,12 @@ def fact_items(rng: random.Random, count: int) -> Iterator[Item]:
     """`count` questions with a fixed true answer."""
     for _ in range(count):
         yield (_capital if rng.random() < 0.5 else _fact)(rng)
+
+
+def held_out_facts(rng: random.Random, count: int) -> Iterator[Item]:
+    """Capitals asked for in wordings that are never trained."""
+    for _ in range(count):
+        country, city = pick(rng, t.CAPITALS)
+        ask = pick(rng, CAPITAL_HELD_OUT).format(c=country)
+        think = f"The user asks for the capital of {country}: {city}."
+        yield Item("facts", [ask], f"The capital of {country} is {city}.", think, key=ask)
