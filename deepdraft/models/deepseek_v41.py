@@ -301,23 +301,27 @@ class DeepseekV41:
                 raise StateError(
                     f"a step takes 1 to {pool.slack} tokens a sequence, got {len(new)}"
                 )
-            if n + len(new) > pool.max_tokens:
-                raise StateError(
-                    f"{n} + {len(new)} tokens do not fit a sequence of at most {pool.max_tokens}"
-                )
+            self._check_room(state, new)
             if state.replay_from is not None or state.decoder_tokens < n:
                 raise StateError("this sequence waits for prefill (windows or decoder behind)")
-            if min(new) < 0 or max(new) >= self.args.vocab_size:
-                raise StateError(
-                    f"token ids must lie in 0..{self.args.vocab_size - 1}, "
-                    f"got {min(new)}..{max(new)}"
-                )
             plan.append((state, n, len(new)))
         if not plan or len({id(s) for s, _, _ in plan}) < len(plan):
             raise StateError("a step takes at least one sequence, and each only once")
         if len({id(s.pool) for s, _, _ in plan}) > 1:
             raise StateError("the sequences of a step must lie in one pool")
         return plan
+
+    def _check_room(self, state: SequenceState, ids: Sequence[int]) -> None:
+        """Refuse ids that are no tokens and texts that are too long."""
+        if state.num_tokens + len(ids) > state.pool.max_tokens:
+            raise StateError(
+                f"{state.num_tokens} + {len(ids)} tokens do not fit a sequence of at most "
+                f"{state.pool.max_tokens}"
+            )
+        if ids and (min(ids) < 0 or max(ids) >= self.args.vocab_size):
+            raise StateError(
+                f"token ids must lie in 0..{self.args.vocab_size - 1}, got {min(ids)}..{max(ids)}"
+            )
 
     @torch.inference_mode()
     def feed_drafter(self, state: SequenceState, taps: Tensor, first: int) -> None:
@@ -350,13 +354,14 @@ class DeepseekV41:
         decoder's window starts where the replay does. Returns logits after the last token (or all
         rows the decoder ran on) when `final`.
         """
-        if (
-            mode == "full"
-            and state.replay_from is None
-            and state.decoder_tokens == state.num_tokens
-        ):
-            return self._prefill_full(state, list(token_ids), final, logits, feed_drafter)
-        self._encode(state, list(token_ids))
+        ids = list(token_ids)
+        waits = state.replay_from is not None or state.decoder_tokens < state.num_tokens
+        if not ids and not waits:
+            raise StateError("prefill needs at least one token")
+        self._check_room(state, ids)
+        if mode == "full" and not waits:
+            return self._prefill_full(state, ids, final, logits, feed_drafter)
+        self._encode(state, ids)
         if not final:
             return StepOutput(None, None)
         return self._replay_decoder(state, mode, logits, feed_drafter)
@@ -366,13 +371,6 @@ class DeepseekV41:
     ) -> StepOutput:
         out = StepOutput(None, None)
         parts, taps = [], []
-        if not ids:
-            raise StateError("prefill needs at least one token")
-        if state.num_tokens + len(ids) > state.pool.max_tokens:
-            raise StateError(
-                f"{state.num_tokens} + {len(ids)} tokens do not fit a sequence of at most "
-                f"{state.pool.max_tokens}"
-            )
         for at in range(0, len(ids), state.pool.slack):
             piece = ids[at : at + state.pool.slack]
             last = at + len(piece) == len(ids)
@@ -398,10 +396,6 @@ class DeepseekV41:
         """
         pool, args = state.pool, self.args
         known = state.num_tokens
-        if known + len(ids) > pool.max_tokens:
-            raise StateError(
-                f"{known} + {len(ids)} tokens do not fit a sequence of at most {pool.max_tokens}"
-            )
         start = known if state.replay_from is None else state.replay_from
         text = [*state.token_ids, *ids]
         if start == len(text):
