@@ -83,10 +83,11 @@ class DraftBlock:
         p: Tensor,
         turn: Rotation,
         context: Tensor,
-        context_bias: Tensor,
+        places: Tensor,
         record: dict[str, Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
-        """X [B, S, D]; context [W + 1, C] ring keys and the sink's zero key; bias [W + 1]."""
+        """X [B, S, D]; context [W + 1, C] ring keys and the sink's zero key; places [N]: 0 where
+        there is a key, -inf elsewhere."""
         num, attn = self.num, self.attention
         u = num.act(rms_norm(num.act(collapse(x, p)), self.attn_norm, self.eps))
         pre_a, post_a, comb_a = self.mixes[0](x, self.eps)
@@ -94,7 +95,7 @@ class DraftBlock:
         h, d, b = attn.heads, attn.width, x.shape[0]
         turned = num.act(turn.heads(torch.cat([query[:, : h * d], kv], 1).view(-1, h + 1, d)))
         keys = torch.cat([context, num.window_kv(turned[:, h])])
-        bias = torch.cat([context_bias, context_bias.new_zeros(b)]).expand(h, -1).clone()
+        bias = places.expand(h, -1).clone()
         bias[:, context.shape[0] - 1 : context.shape[0]] = self.sink
         o = num.attention(turned[:, :h], keys.expand(b, -1, -1), bias.expand(b, -1, -1), attn.scale)
         y = attn.output(num.act(turn.back(num.act(o))))
@@ -197,9 +198,11 @@ class Drafter:
         rows = max(size, 2)
         look = n - np.arange(args.sliding_window - 1, -1, -1)
         address = np.append(state.ring_row(look), pool.window.shape[1] - 1)
-        bias = np.append(np.where(look >= max(0, state.drafter_floor), 0.0, -np.inf), 0.0)
+        ring = np.where(look >= max(0, state.drafter_floor), 0.0, -np.inf)
+        # The sink, the block itself, and (a block of one) the row that pads it.
+        places = np.concatenate([ring, np.zeros(1 + size), np.full(rows - size, -np.inf)])
         address_t = torch.from_numpy(address).to(device)
-        bias_t = torch.from_numpy(bias).to(device=device, dtype=num.dtype)
+        places_t = torch.from_numpy(places).to(device=device, dtype=num.dtype)
         turn = self._turn(torch.arange(n + 1, n + 1 + rows, device=device))
         ids = torch.tensor([token_id] + [args.dspark_noise_token_id] * (rows - 1), device=device)
         x = self.embed.index_select(0, ids).unsqueeze(1).expand(-1, args.hc_mult, -1)
@@ -207,7 +210,7 @@ class Drafter:
         for m, layer in enumerate(self.blocks):
             context = pool.window[layer.window_row].index_select(0, address_t)
             note = record.setdefault(f"M{m}", {}) if record is not None else None
-            x, p = layer(x, p, turn, context, bias_t, note)
+            x, p = layer(x, p, turn, context, places_t, note)
         h = num.act(collapse(x, p))
         base = num.act(rms_norm(h, self.norm, args.rms_norm_eps)) @ self.head
         tokens, logits, confidence = [], [], []

@@ -1,5 +1,6 @@
 """State of a sequence: roll-back, clones, resuming from global KV, encoder prefill, inventory."""
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -102,9 +103,7 @@ def test_speculative_decoding_of_several_sequences(
 
 
 @pytest.mark.parametrize("back", [1, 2, 3, 15, 16])
-def test_truncate_within_the_spare_rows(
-    back: int, model: DeepseekV41, text: list[int]
-) -> None:
+def test_truncate_within_the_spare_rows(back: int, model: DeepseekV41, text: list[int]) -> None:
     long, short = prefilled(model, text, 60), prefilled(model, text, 60 - back)
     long.truncate(60 - back)
     assert_same(snapshot(long), snapshot(short))
@@ -177,9 +176,7 @@ def test_clone_in_the_middle_of_encoder_prefill(model: DeepseekV41, text: list[i
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 15, 16])
-def test_encoder_mode_is_full_within_a_window(
-    n: int, model: DeepseekV41, text: list[int]
-) -> None:
+def test_encoder_mode_is_full_within_a_window(n: int, model: DeepseekV41, text: list[int]) -> None:
     pool = model.new_pool(2, 161, slack=16)
     full, encoder = pool.open(), pool.open()
     a = model.prefill(full, text[:n], feed_drafter=True, logits="all")
@@ -233,9 +230,7 @@ def test_encoder_mode_differs_where_it_must(model: DeepseekV41, text: list[int])
         state.truncate(119)
 
 
-def test_encoder_mode_goes_on_from_rows_that_are_there(
-    model: DeepseekV41, text: list[int]
-) -> None:
+def test_encoder_mode_goes_on_from_rows_that_are_there(model: DeepseekV41, text: list[int]) -> None:
     """At most a window of new tokens after exact rows: nothing is approximated."""
     full, encoder = prefilled(model, text, 40, slack=64), prefilled(model, text, 40, slack=64)
     a = model.prefill(full, text[40:56], feed_drafter=True)
@@ -472,3 +467,34 @@ def test_inventory_after_replay(model: DeepseekV41, text: list[int]) -> None:
     assert rows["E"] == model.args.decoder_start * W
     assert rows["F"] == decoder * W
     assert rows["G"] == 3 * W
+
+
+# ---- drafts --------------------------------------------------------------------------------
+
+
+def test_a_block_of_one_sees_itself_only(
+    model: DeepseekV41, text: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row that pads a lone draft is no key of it: what it holds changes nothing."""
+    drafter, state = model.drafter, prefilled(model, text, 40)
+    assert drafter is not None
+
+    def logits(noise: int, size: int) -> Tensor:
+        args = dataclasses.replace(model.args, dspark_noise_token_id=noise)
+        monkeypatch.setattr(drafter, "args", args)
+        return drafter.draft(state, 9, lambda row, _: int(row.argmax()), block_size=size).logits
+
+    assert torch.equal(logits(508, 1), logits(77, 1))
+    assert not torch.equal(logits(508, 2), logits(77, 2))
+
+
+def test_drafts_after_a_gap_see_what_was_fed(model: DeepseekV41, text: list[int]) -> None:
+    """Rings that were fed from position 30 on only: rows below do not exist."""
+    state = model.new_pool(1, 161, slack=64).open()
+    out = model.step([(state, text[:40])])
+    state.pool.window[model.args.num_hidden_layers :, :-1].fill_(1e30)
+    model.feed_drafter(state, out.taps[30:], 30)  # type: ignore[index]
+    assert (state.drafter_tokens, state.drafter_floor) == (40, 30)
+    assert draft(model, state, 9)[1].abs().max() < 1e6
+    with pytest.raises(StateError, match=r"exactly: G \(drafter ring\)"):
+        state.truncate(38)
