@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
+
 from deepdraft.models.deepseek_v41 import DeepseekV41
 from deepdraft.models.layers import make_numerics
 from deepdraft.models.state import SequenceState
 from deepdraft.proof.golden import Golden
 from deepdraft.proof.golden_run import cache_arrays
-from torch import Tensor
-
 from tests.golden.make import SET_A
 
 

@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
+
 from deepdraft.checkpoint.config import parse_args
 from deepdraft.errors import StateError
 from deepdraft.models.deepseek_v41 import DeepseekV41
 from deepdraft.models.state import SequenceState, StatePool
-from torch import Tensor
-
 from tests.checkpoint.tiny import published_config
 from tests.models.conftest import assert_same, snapshot
 from tests.models.test_steps import drawn, given, st
@@ -221,12 +221,12 @@ def test_encoder_mode_differs_where_it_must(model: DeepseekV41, text: list[int])
     decoder = model.args.decoder_start
     for name, value in exact.items():
         part, _, place = name.partition(".")
-        if part == "window" and int(place) > decoder or part == "draft_window":
+        if (part == "window" and int(place) > decoder) or part == "draft_window":
             assert not torch.equal(approximate[name], value)  # type: ignore[arg-type]
         elif isinstance(value, Tensor):
             assert torch.equal(approximate[name], value), name  # type: ignore[arg-type]
     assert (state.origin, state.decoder_floor, state.encoder_floor) == ("decoder-replayed", 105, 0)
-    with pytest.raises(StateError, match="exactly: F .*G "):
+    with pytest.raises(StateError, match=r"exactly: F .*G "):
         state.truncate(119)
 
 
@@ -318,7 +318,7 @@ def test_resume_in_chunks(sizes: list[int], model: DeepseekV41, text: list[int])
 def test_keep_global_needs_an_even_length(model: DeepseekV41, text: list[int]) -> None:
     state = prefilled(model, text, 60)
     before = snapshot(state)
-    with pytest.raises(StateError, match="even length only .* try 40"):
+    with pytest.raises(StateError, match=r"even length only .* try 40"):
         state.keep_global(41)
     for wrong in (-2, 62):
         with pytest.raises(StateError, match="cannot keep"):
@@ -338,9 +338,9 @@ WRONG: list[Case] = [
     ("at least one sequence", lambda m, s, _: m.step([])),
     ("only once", lambda m, s, _: m.step([(s, [3]), (s, [4])])),
     ("one pool", lambda m, s, o: m.step([(s, [3]), (o, [4])])),
-    ("token ids must lie in 0..511", lambda m, s, _: m.step([(s, [3, 512])])),
-    ("token ids must lie in 0..511", lambda m, s, _: m.step([(s, [-1])])),
-    ("token ids must lie in 0..511", lambda m, s, _: m.prefill(s, [3] * 40 + [600])),
+    (r"token ids must lie in 0\.\.511", lambda m, s, _: m.step([(s, [3, 512])])),
+    (r"token ids must lie in 0\.\.511", lambda m, s, _: m.step([(s, [-1])])),
+    (r"token ids must lie in 0\.\.511", lambda m, s, _: m.prefill(s, [3] * 40 + [600])),
     ("token ids must lie in", lambda m, s, _: m.prefill(s, [3] * 40 + [-5], mode="encoder")),
     ("do not fit", lambda m, s, _: m.prefill(s, [3] * 131)),
     ("do not fit", lambda m, s, _: m.prefill(s, [3] * 131, mode="encoder")),

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from deepdraft.models.deepseek_v41 import DeepseekV41
-from deepdraft.models.state import SequenceState
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from deepdraft.models.deepseek_v41 import DeepseekV41
+from deepdraft.models.state import SequenceState
 from tests.models.conftest import assert_same, snapshot
 
 N = 121
@@ -44,7 +44,7 @@ def run_chunks(model: DeepseekV41, text: Sequence[int], sizes: Sequence[int]) ->
 
 def cut(total: int, size: int) -> list[int]:
     sizes = [size] * (total // size)
-    return sizes + [total % size] if total % size else sizes
+    return [*sizes, total % size] if total % size else sizes
 
 
 @pytest.fixture(scope="module")
