@@ -146,6 +146,37 @@ def test_one_selected_entry_and_one_route(damaged: Path) -> None:
     assert only_failure(damaged) == ("indexer-exact", "topk.2", "first at [50, 3]")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "note"),
+    [
+        ("primes", lambda v: v[0][0][0] + 2, "1.0"),
+        ("layer_ids", lambda v: [0.5, 2], "stored as float32, expected int64"),
+        ("multipliers", lambda v: v[:1], "shape"),
+        ("rope_angle_at_position_1_window_only_layers", lambda v: [1.001, *v[1:]], ""),
+        ("pad_id", lambda v: "two", "not an array of numbers"),
+        ("token_map", lambda v: None, "missing in the file"),
+    ],
+)
+def test_hash_tables_damaged(
+    mixed_dir: Path, tmp_path: Path, key: str, value: Callable, note: str
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(mixed_dir, copy)
+    tables = json.loads((copy / "engram-hash.json").read_text())
+    new = value(tables[key])
+    if key == "primes":
+        tables[key][0][0][0] = new
+    elif new is None:
+        del tables[key]
+    else:
+        tables[key] = new
+    (copy / "engram-hash.json").write_text(json.dumps(tables))
+    report = check_directory(copy, modes=["exact"])
+    [o] = [o for o in report.outcomes if o.verdict == "fail"]
+    assert (o.file, o.array) == ("engram-hash.json", key)
+    assert note in f"{o.error} {o.note}"
+
+
 def test_greedy_tokens_are_checked(damaged: Path) -> None:
     tokens = json.loads((damaged / "tokens.json").read_text())
     tokens["next_after_last"]["exact"] ^= 1

@@ -47,7 +47,7 @@ def test_exact() -> None:
         assert found["indexer-exact", f"decode_topk.{layer}"].rule == "identical"
     assert found["replay-exact", "draft_tokens"].verdict == "pass"
     assert found["tokens", "greedy_tokens.exact"].verdict == "pass"
-    assert found["decode-unmodified-exact", "decode_logits"].note == "differs from step 1 on"
+    assert found["decode-unmodified-exact", "decode_logits"].note.startswith("shows from step 1 on")
     assert found["engram-hash.json", "multipliers"].rule == "identical"
 
 
