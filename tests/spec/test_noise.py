@@ -77,6 +77,13 @@ def test_accept_is_strict_at_the_ends() -> None:
         assert KeyedDice(seed, 0).accept(0, 1)
         assert not KeyedDice(seed, 0).accept(0, 0)
 
+    class Zero(KeyedDice):
+        def uniform(self, position: int, purpose: Purpose) -> float:
+            return 0.0
+
+    assert not Zero(0, 0).accept(0, 0.0)
+    assert Zero(0, 0).accept(0, 5e-324)
+
 
 def test_drafts_and_picks_use_their_own_streams() -> None:
     weights = np.full(1000, 1e-3)

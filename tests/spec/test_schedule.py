@@ -121,6 +121,8 @@ def test_a_draft_goes_in_if_it_is_worth_its_row() -> None:
     confidences = (0.9, 0.8, 0.5, 0.5, 0.5)  # survivals 0.9 0.72 0.36 0.18 0.09
     for rate, want in ((0.05, 5), (0.1, 4), (0.2, 3), (0.5, 2), (0.8, 1), (0.95, 0)):
         assert one(schedule, confidences, rate=rate) == want
+    assert one(schedule, confidences, rate=0.899) == 1
+    assert one(schedule, confidences, rate=0.901) == 0
     # Without a rate: 1 / 10, then 1.9 / 11, 2.62 / 12, 2.98 / 13, 3.16 / 14; 0.09 < 3.16 / 14.
     assert one(schedule, confidences) == 3
     # Time already gone makes a millisecond worth less.

@@ -181,6 +181,25 @@ def test_equal_laws_accept_everything(rule: oracles.LawRule) -> None:
         assert (verdict.num_accepted, verdict.why) == (3, "bonus")
 
 
+def test_nothing_left_of_nothing_counts_as_accepted() -> None:
+    class RefusesOnce:
+        def __init__(self) -> None:
+            self.asked: list[tuple[int, Any]] = []
+
+        def accept(self, position: int, probability: Any, /) -> bool:
+            self.asked.append((position, probability))
+            return len(self.asked) > 1
+
+        def pick(self, position: int, weights_V: Row, /) -> int:
+            return int(np.argmax(weights_V))
+
+    proposal = Proposal(start=4, token_ids=(1, 1), laws=[P, P])
+    dice = RefusesOnce()
+    verdict = verify_block(proposal, Rows([P] * 3), dice)
+    assert dice.asked == [(5, 1), (4, 1)]
+    assert (verdict.num_accepted, verdict.next_token) == (1, 0)
+
+
 @pytest.mark.parametrize("rule", LAW_RULES)
 def test_no_drafts_give_one_token_of_the_target(rule: oracles.LawRule) -> None:
     verdict = rule(Proposal(start=4, token_ids=()), Rows([P]), Fixed(True))
