@@ -42,7 +42,7 @@ def draft(model: DeepseekV41, state: SequenceState, token: int) -> tuple[list[in
 # ---- roll-back -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("start", [15, 16, 31, 48, 121])
+@pytest.mark.parametrize("start", [15, 48, 121])
 @pytest.mark.parametrize("accepted", range(6))
 def test_rejected_drafts_leave_no_trace(
     start: int, accepted: int, model: DeepseekV41, text: list[int]

@@ -20,7 +20,7 @@ N = 121
 Run = tuple[Tensor, Tensor, dict[str, object]]
 
 drawn = settings(
-    max_examples=12,
+    max_examples=8,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
