@@ -2,7 +2,7 @@
 
     DeepdraftError
       ConfigError            a setting or a config.json value (says the key's path)
-      CheckpointError        files of a checkpoint: missing, corrupt, left over, wrong shape or dtype
+      CheckpointError        files of a checkpoint: missing, corrupt, left over, wrong shape, dtype
       StateError             a sequence cannot be rolled back, resumed or placed as asked
       RequestError           a request is wrong (HTTP 400)
         PromptTooLong        prompt and answer do not fit the context (HTTP 400)

@@ -218,6 +218,13 @@ _MAX_HASHES = 4096
 def _drafter(args: V41Args) -> Iterator[str]:
     drafting = args.num_nextn_predict_layers > 0
     yield from _layer_ids(args, "dspark_target_layer_ids", empty=not drafting)
+    early = [layer for layer in args.dspark_target_layer_ids if layer < args.decoder_start]
+    if early:
+        # Encoder prefill runs the decoder on the last window only; taps exist there only.
+        yield (
+            f"text_config.dspark_target_layer_ids = {list(args.dspark_target_layer_ids)} must lie "
+            f"in the decoder (layers {args.decoder_start}..{args.num_hidden_layers - 1}): {early}"
+        )
 
 
 def _vision(args: V41Args) -> Iterator[str]:

@@ -354,6 +354,9 @@ class ChatChoice(Choice):
             "reasoning_content": "".join(self._reasoning) if self._thinking else None,
         }
         if self._calls:
+            # The streamed pieces repeat a repeated parameter; a whole answer gives its last value.
+            for call, parsed in zip(self._calls, self._parser.tool_calls, strict=True):
+                call["function"]["arguments"] = parsed.arguments
             message["tool_calls"] = self._calls
         return {
             "index": self.index,

@@ -235,6 +235,7 @@ CONTRADICTIONS = [
     ({"engram_pad_token_id": 64}, "engram_pad_token_id = 64", "vocab_size = 64"),
     ({"dspark_noise_token_id": 64}, "dspark_noise_token_id = 64", "vocab_size = 64"),
     ({"dspark_target_layer_ids": [3, 4]}, "dspark_target_layer_ids[1] = 4", "out of range"),
+    ({"dspark_target_layer_ids": [0, 2]}, "dspark_target_layer_ids", "in the decoder"),
     ({"dspark_target_layer_ids": []}, "dspark_target_layer_ids is empty", "at least one"),
 ]
 

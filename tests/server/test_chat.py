@@ -95,6 +95,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def test_a_repeated_parameter_keeps_its_last_value(client: Client) -> None:
+    parameter = '<｜DSML｜ parameter name="days" string="false">{}</｜DSML｜ parameter>\n'
+    client.toy.say(
+        '<｜DSML｜ calls>\n<｜DSML｜ invoke name="weather">\n'
+        + parameter.format(3)
+        + parameter.format(5)
+        + "</｜DSML｜ invoke>\n</｜DSML｜ calls>"
+    )
+    answer = whole(client.chat(tools=[WEATHER], **OFF))
+    assert [c["arguments"] for c in answer["tool_calls"]] == ['{"days": 5}']
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_streamed_answer_equals_the_whole_one(client: Client, case: str) -> None:
     answer, fields = CASES[case]
