@@ -1,0 +1,22 @@
+"""Sizes of a Llama-like model: DeepSeek-LLM, DeepSeek-Coder, and distilled models."""
+
+from dataclasses import dataclass
+
+from deepdraft.arch.decoder import DecoderArgs, Rope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaArgs(DecoderArgs):
+    """Grouped-query attention and a SwiGLU MLP in every layer."""
+
+    intermediate_size: int
+    num_key_value_heads: int
+    head_dim: int
+    attention_bias: bool
+    mlp_bias: bool
+    rope: Rope
+
+    @property
+    def family(self) -> str:
+        """The published model_type."""
+        return "llama"

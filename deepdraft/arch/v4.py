@@ -1,0 +1,51 @@
+"""Sizes of DeepSeek-V4 (Flash, Pro): compressed attention, residual streams, hash routing."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from deepdraft.arch.decoder import DecoderArgs, Rope, Router
+
+AttentionKind = Literal["window", "csa", "hca"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class V4Args(DecoderArgs):
+    """A V4 text model, under the published names."""
+
+    moe_intermediate_size: int
+    n_shared_experts: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_lora_rank: int
+    o_groups: int
+    swiglu_limit: float
+    sliding_window: int
+    attention: tuple[AttentionKind, ...]
+    """Per layer: window only, compressed sparse (CSA), heavily compressed (HCA)."""
+    csa_ratio: int
+    """Tokens per compressed entry of a CSA layer; each entry also sees the group before."""
+    hca_ratio: int
+    num_hash_layers: int
+    """The first layers' experts are looked up by token id."""
+    rope: Rope
+    """Of window-only layers."""
+    compress_rope: Rope
+    """Of CSA and HCA layers: queries, window, entries and index alike."""
+    router: Router
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    hc_mult: int
+    hc_sinkhorn_iters: int
+    hc_eps: float
+    num_nextn_predict_layers: int = 0
+
+    @property
+    def family(self) -> str:
+        """The published model_type."""
+        return "deepseek_v4"
+
+    def ratio(self, layer: int) -> int:
+        """Tokens per compressed entry of a layer, 0 for window-only layers."""
+        return {"window": 0, "csa": self.csa_ratio, "hca": self.hca_ratio}[self.attention[layer]]
