@@ -41,6 +41,8 @@ class EngineConfig:
     """Prompt tokens between two looks at cancellations and at other requests."""
     threads: int | None = None
     """CPU threads of one operator; None: torch's own choice."""
+    accept_keys: tuple[str, ...] = ()
+    """Paths of unknown config.json keys to accept, e.g. text_config.my_key."""
 
     def __post_init__(self) -> None:
         for name, kind in (("numerics", Numerics), ("prefill", Prefill)):
@@ -54,6 +56,9 @@ class EngineConfig:
             value = getattr(self, name)
             ok = value is None or (_is_int(value) and value >= 1)
             _require(ok, f"engine.{name}", value, "an integer >= 1, or absent")
+        keys = self.accept_keys
+        ok = isinstance(keys, tuple) and all(isinstance(k, str) and k for k in keys)
+        _require(ok, "engine.accept_keys", keys, "a list of key paths")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,7 +65,8 @@ def open_backend(
     if model_name is not None:
         raise click.UsageError("--model-name goes with --url")
     path, name = model_directory(model)
-    engine = {key: options[key] for key in ("numerics", "prefill", "max_context", "threads")}
+    keys = ("numerics", "prefill", "max_context", "threads", "accept_keys")
+    engine = {key: options[key] for key in keys}
     return LocalBackend(path, name, load_config(engine=engine))
 
 

@@ -36,6 +36,14 @@ def engine_options(command: Decorated) -> Decorated:
             "--max-context", type=int, metavar="TOKENS", help="Prompt and answer together."
         ),
         click.option("--threads", type=int, metavar="N", help="CPU threads of one operator."),
+        click.option(
+            "--accept-key",
+            "accept_keys",
+            multiple=True,
+            callback=lambda _context, _option, keys: keys or None,
+            metavar="KEY",
+            help="An unknown config.json key to accept, as a path; may be repeated.",
+        ),
     )
     for option in reversed(options):
         command = option(command)

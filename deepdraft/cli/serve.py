@@ -45,6 +45,7 @@ def serve(model: str | None, file: str | None, **flags: Any) -> None:
                 "prefill",
                 "max_context",
                 "threads",
+                "accept_keys",
                 "max_running",
                 "max_queue",
             )

@@ -56,7 +56,7 @@ def load_engine(
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    checkpoint = Checkpoint.open(path)
+    checkpoint = Checkpoint.open(path, accept_unknown=options.accept_keys)
     tokenizer = Tokenizer.load(path)
     runner = Runner.from_checkpoint(
         checkpoint,

@@ -126,3 +126,14 @@ def test_broken_checkpoints_say_what_is_broken(copied: Path, tmp_path: Path) -> 
     (copied / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         load_engine(copied, OPTIONS)
+
+
+def test_an_unknown_key_is_refused_unless_named(copied: Path) -> None:
+    file = copied / "config.json"
+    config = json.loads(file.read_text())
+    config["text_config"]["my_key"] = 3
+    file.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"text_config\.my_key"):
+        load_engine(copied, OPTIONS)
+    accepting = EngineConfig(max_running=3, max_context=128, accept_keys=("text_config.my_key",))
+    assert load_engine(copied, accepting).runner.vocab_size == VOCAB
