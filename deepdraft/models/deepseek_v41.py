@@ -387,6 +387,32 @@ class DeepseekV41:
             out.taps = torch.cat(taps) if taps[0] is not None else None
         return out
 
+    @torch.inference_mode()
+    def rebuild_windows(self, state: SequenceState, *, feed_drafter: bool = False) -> None:
+        """All layers again on the tokens from `replay_from` on, for their window rows only.
+
+        The sequence's global KV is there and is read, not written. A layer's window reaches W - 1
+        positions into the layer below, so the last window of all L layers, and the drafter's, are
+        those of an uninterrupted run when `replay_from` is 0 or at least L (W - 1) + 1 tokens back.
+        """
+        start, known = state.replay_from, state.num_tokens
+        if start is None:
+            raise StateError("the windows of this sequence are there: nothing to rebuild")
+        state.encoder_floor = state.decoder_floor = start
+        state.drafter_tokens = state.drafter_floor = start
+        layers = range(self.args.num_hidden_layers)
+        for at in range(start, known, state.pool.slack):
+            end = min(at + state.pool.slack, known)
+            rows = self._rows([(state, at, end - at)])
+            x, p = self._embed(state.token_ids[at:end], rows.padded)
+            engram_rows = self._engram_rows(rows, [state.token_ids[:end]])
+            _, _, taps = self._run(x, p, rows, layers, engram_rows, [known])
+            if feed_drafter and taps:
+                self.feed_drafter(state, torch.cat(taps, 1)[: end - at], at)
+        state.decoder_tokens = known
+        state.written = max(state.written, known)
+        state.replay_from, state.tail = None, None
+
     def _encode(self, state: SequenceState, ids: list[int]) -> None:
         """Encoder layers, and the decoder's global KV, on new tokens; keeps the last window's
         output.
@@ -435,7 +461,7 @@ class DeepseekV41:
         if start > state.decoder_tokens or state.decoder_tokens == 0:
             # Not contiguous with rows the decoder wrote before: its windows begin here.
             state.decoder_floor = start
-            if start:
+            if start and state.origin == "exact":
                 state.origin = "decoder-replayed"
         if feed and start > state.drafter_tokens:
             state.drafter_floor = start

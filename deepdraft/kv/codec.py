@@ -1,0 +1,325 @@
+"""Rows of a state pool to bytes of the layout table and back, bit for bit.
+
+Owns: the gather and scatter between `SequenceState` and blocks or checkpoints, the row formats,
+and the rules for when a state may be captured.
+Knows nothing of: slabs, files, hashes, which prefix to reuse.
+
+Pools of floating dtype hold dequantised rows. On the published grids (numerics qsim, quant) a row
+packs into its record without loss; every packed row is unpacked again and compared, so a row off
+the grid is refused instead of rounded. Pools of uint8 hold records and are only re-ordered.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepdraft.errors import StateError
+from deepdraft.kv.errors import SnapshotError
+from deepdraft.kv.layout import (
+    PENDING_ROWS,
+    Layout,
+    PendingPlane,
+    Plane,
+    RowFormat,
+    Span,
+    WindowGroup,
+)
+from deepdraft.models.state import SequenceState, StatePool
+from deepdraft.quant import formats, records
+
+Bytes = np.ndarray
+_PACK = {
+    "fp8_group32": (records.pack_fp8_group32, records.unpack_fp8_group32),
+    "fp4_e4m3_group16": (records.pack_fp4_e4m3_group16, records.unpack_fp4_e4m3_group16),
+    "mxfp4_group32": (records.pack_mxfp4_group32, records.unpack_mxfp4_group32),
+}
+_FLOAT = {torch.float32: "f32", torch.float64: "f64"}
+_INTEGER = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a checkpoint's bytes hold: positions of each window group, and how they were made."""
+
+    position: int
+    """Tokens whose forward pass was complete."""
+    spans: tuple[Span, Span, Span]
+    """Encoder, decoder, drafter. An absent group is empty."""
+    floors: tuple[int, int, int]
+    """Window rows below these positions do not exist in this sequence."""
+    pending: Span
+    decoder_replayed: bool
+    """The decoder's and drafter's rows come from a bounded replay, not from whole windows."""
+
+    @property
+    def has_decoder(self) -> bool:
+        """The decoder can continue from here."""
+        return self.spans[1].end == self.position
+
+    @property
+    def has_drafter(self) -> bool:
+        """The drafter can continue from here."""
+        return self.spans[2].end == self.position
+
+
+# ---- rows ----------------------------------------------------------------------------------
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(_INTEGER[x.dtype])
+
+
+def _small_scale_records(x: Tensor, record: Tensor) -> Tensor:
+    """Groups of 16 whose E4M3 scale is subnormal: packing may choose another scale than the one
+    the values were rounded with. The true one is among the nine smallest codes: try them."""
+    width = x.shape[-1]
+    groups = x.unflatten(-1, (-1, 16))
+    bad = (records.unpack_fp4_e4m3_group16(record, x.dtype) != x).unflatten(-1, (-1, 16)).any(-1)
+    data, scales = record.split((width // 2, width // 16), dim=-1)
+    data, scales = data.clone().unflatten(-1, (-1, 8)), scales.clone()
+    lost = groups[bad]
+    for code in range(1, 10):
+        codes = torch.full((lost.shape[0],), code, dtype=torch.uint8, device=x.device)
+        scale = formats.decode_e4m3(codes, x.dtype)[:, None]
+        packed = formats.pack_nibbles(formats.encode_e2m1(lost / scale))
+        fits = (formats.decode_e2m1_pairs(packed, x.dtype) * scale == lost).all(-1)
+        where = bad.nonzero()[fits]
+        data[tuple(where.T)] = packed[fits]
+        scales[tuple(where.T)] = codes[fits]
+    return torch.cat((data.flatten(-2), scales), dim=-1)
+
+
+def encode_rows(rows: Tensor, row_format: RowFormat) -> tuple[Bytes, Bytes]:
+    """Rows [n, width] (or records [n, bytes] uint8) -> data [n, d] and scales [n, s] bytes.
+
+    Raises SnapshotError when the format cannot hold the rows exactly.
+    """
+    if row_format in ("f32", "f64"):
+        if _FLOAT.get(rows.dtype) != row_format:
+            raise SnapshotError(f"the layout stores {row_format}, the pool holds {rows.dtype}")
+        raw = rows.contiguous().cpu().view(torch.uint8).numpy()
+        return raw, raw[:, :0]
+    pack, unpack = _PACK[row_format]
+    if rows.dtype == torch.uint8:
+        record = rows
+    else:
+        record = pack(rows)
+        back = unpack(record, rows.dtype)
+        if row_format == "fp4_e4m3_group16" and not torch.equal(back, rows):
+            record = _small_scale_records(rows, record)
+            back = unpack(record, rows.dtype)
+        if not torch.equal(_bits(back), _bits(rows)):
+            raise SnapshotError(f"rows do not lie on the grid of {row_format}: nothing was stored")
+    raw = record.contiguous().cpu().numpy()
+    groups = 16 if row_format == "fp4_e4m3_group16" else 32
+    per_group = 32 if row_format == "fp8_group32" else groups // 2
+    data = raw.shape[1] * per_group // (per_group + 1)
+    return raw[:, :data], raw[:, data:]
+
+
+def decode_rows(data: Bytes, scales: Bytes, row_format: RowFormat, dtype: torch.dtype) -> Tensor:
+    """Inverse of `encode_rows`, for a pool of `dtype` (uint8: records)."""
+    if row_format in ("f32", "f64"):
+        if _FLOAT.get(dtype) != row_format:
+            raise SnapshotError(f"the layout stores {row_format}, the pool holds {dtype}")
+        return torch.from_numpy(np.array(data, copy=True)).view(dtype)
+    record = torch.from_numpy(np.concatenate((data, scales), axis=1))
+    return record if dtype == torch.uint8 else _PACK[row_format][1](record, dtype)
+
+
+# ---- blocks --------------------------------------------------------------------------------
+
+
+def _plane_rows(pool: StatePool, plane: Plane) -> Tensor:
+    return (pool.main if plane.kind == "main" else pool.index)[plane.layer]
+
+
+def capture_blocks(layout: Layout, state: SequenceState, first: int, out: Bytes) -> None:
+    """Blocks first, first + 1, ... of a sequence's global KV into `out` (whole blocks, uint8).
+
+    Places beyond the sequence's entries become zero.
+    """
+    blocks = out.reshape(-1, layout.block_bytes)
+    count = blocks.shape[0]
+    for plane, data_at, scale_at in layout.offsets():
+        per_block = layout.block_tokens // plane.ratio
+        have = min(count * per_block, state.num_tokens // plane.ratio - first * per_block)
+        start = int(state.entry_row(plane.layer, first * per_block))
+        rows = _plane_rows(state.pool, plane)[start : start + have]
+        for piece, at, size in zip(
+            encode_rows(rows, plane.format),
+            (data_at, scale_at),
+            (plane.data_bytes, plane.scale_bytes),
+            strict=True,
+        ):
+            full = np.zeros((count * per_block, size), dtype=np.uint8)
+            full[:have] = piece
+            blocks[:, at : at + per_block * size] = full.reshape(count, per_block * size)
+
+
+def restore_blocks(
+    layout: Layout, state: SequenceState, first: int, source: Bytes, num_tokens: int
+) -> None:
+    """Whole blocks first, first + 1, ... into the pool, up to the entries of `num_tokens`."""
+    blocks = source.reshape(-1, layout.block_bytes)
+    count = blocks.shape[0]
+    for plane, data_at, scale_at in layout.offsets():
+        per_block = layout.block_tokens // plane.ratio
+        have = min(count * per_block, num_tokens // plane.ratio - first * per_block)
+        if have <= 0:
+            continue
+        data, scales = (
+            blocks[:, at : at + per_block * size].reshape(count * per_block, size)[:have]
+            for at, size in ((data_at, plane.data_bytes), (scale_at, plane.scale_bytes))
+        )
+        rows = _plane_rows(state.pool, plane)
+        start = int(state.entry_row(plane.layer, first * per_block))
+        rows[start : start + have] = decode_rows(data, scales, plane.format, rows.dtype)
+
+
+# ---- checkpoints ---------------------------------------------------------------------------
+
+
+def checkpoint_of(layout: Layout, state: SequenceState) -> Checkpoint:
+    """What a checkpoint taken now would hold. Raises StateError when none can be taken."""
+    n, pool = state.num_tokens, state.pool
+    if not n:
+        raise StateError("an empty sequence has nothing to store")
+    if state.replay_from is not None:
+        raise StateError("the windows of this sequence are not there yet: prefill first")
+    if state.written - n > pool.slack:
+        raise StateError(
+            f"{state.written - n} tokens were taken back, more than the {pool.slack} spare rows: "
+            f"run on before storing"
+        )
+    behind = n - state.decoder_tokens
+    oldest = max(0, n - layout.window)
+
+    def span(floor: int, tokens: int, layers: int) -> Span:
+        return Span(max(oldest, floor), n) if tokens == n and layers else Span(0, 0)
+
+    groups = layout.windows
+    spans = (
+        span(state.encoder_floor, n, groups[0].layers),
+        span(state.decoder_floor, n - behind, groups[1].layers),
+        span(state.drafter_floor, state.drafter_tokens, groups[2].layers),
+    )
+    floors = (state.encoder_floor, state.decoder_floor, state.drafter_floor)
+    pending = Span(max(0, n - PENDING_ROWS), n) if layout.pending else Span(0, 0)
+    return Checkpoint(n, spans, floors, pending, state.origin != "exact")
+
+
+def _window_rows(state: SequenceState, span: Span) -> Tensor:
+    return torch.from_numpy(state.ring_row(np.arange(span.first, span.end)))
+
+
+def _pending_rows(state: SequenceState, span: Span) -> Tensor:
+    ring = state.pool.pending_ring
+    return torch.from_numpy(state.slot * ring + np.arange(span.first, span.end) % ring)
+
+
+def _pieces(
+    layout: Layout, info: Checkpoint
+) -> list[tuple[WindowGroup | PendingPlane, int, Span, int, int, int]]:
+    """(plane, layer, positions, offset of data, offset of scales, end) in stored order."""
+    out: list[tuple[WindowGroup | PendingPlane, int, Span, int, int, int]] = []
+    at = 0
+    for group, span in zip(layout.windows, info.spans, strict=True):
+        for layer in range(group.first_layer, group.first_layer + group.layers):
+            scales = at + len(span) * group.data_bytes
+            end = scales + len(span) * group.scale_bytes
+            if len(span):
+                out.append((group, layer, span, at, scales, end))
+            at = end
+    for plane in layout.pending:
+        end = at + len(info.pending) * plane.data_bytes
+        out.append((plane, plane.layer, info.pending, at, end, end))
+        at = end
+    return out
+
+
+def capture_checkpoint(layout: Layout, state: SequenceState, info: Checkpoint, out: Bytes) -> None:
+    """The bytes of a checkpoint into `out` (`layout.checkpoint_bytes` of them)."""
+    pool = state.pool
+    for plane, layer, span, at, scale_at, end in _pieces(layout, info):
+        if isinstance(plane, WindowGroup):
+            where = _window_rows(state, span).to(pool.window.device)
+            rows = pool.window[layer].index_select(0, where)
+        else:
+            where = _pending_rows(state, span).to(pool.window.device)
+            rows = pool.pending[layer].index_select(0, where)
+        data, scales = encode_rows(rows, plane.format)
+        out[at:scale_at] = data.reshape(-1)
+        out[scale_at:end] = scales.reshape(-1)
+
+
+def restore_checkpoint(
+    layout: Layout, state: SequenceState, info: Checkpoint, source: Bytes
+) -> None:
+    """Window and compressor rows of a checkpoint into the pool; counters are not touched."""
+    pool = state.pool
+    for plane, layer, span, at, scale_at, end in _pieces(layout, info):
+        n = len(span)
+        data = source[at:scale_at].reshape(n, -1)
+        scales = source[scale_at:end].reshape(n, -1)
+        if isinstance(plane, WindowGroup):
+            rows, where = pool.window[layer], _window_rows(state, span)
+        else:
+            rows, where = pool.pending[layer], _pending_rows(state, span)
+        rows[where.to(rows.device)] = decode_rows(data, scales, plane.format, rows.dtype)
+
+
+def adopt_checkpoint(
+    state: SequenceState, info: Checkpoint, token_ids: list[int], *, decoder: bool, exact: bool
+) -> None:
+    """Set a sequence's counters as they were when the checkpoint was taken.
+
+    `decoder` False leaves the decoder (and drafter) at zero, so that the next prefill in mode
+    `encoder` replays the decoder as a cold run does.
+    """
+    n, pool = info.position, state.pool
+    state.token_ids[:] = token_ids[:n]
+    state.encoder_floor = info.floors[0]
+    if decoder:
+        state.decoder_tokens, state.decoder_floor = n, info.floors[1]
+        # A drafter that had fallen behind has lost its rings: an unfed one behaves the same.
+        state.drafter_tokens = n if info.has_drafter else 0
+        state.drafter_floor = info.floors[2] if info.has_drafter else 0
+    else:
+        state.decoder_tokens = state.decoder_floor = 0
+        state.drafter_tokens = state.drafter_floor = 0
+    # Rings hold exactly the last window: claim that more was overwritten, so that taking back
+    # tokens stops where the rows do.
+    state.written = n + pool.slack
+    state.replay_from, state.tail = None, None
+    if not exact:
+        state.origin = "encoder-replayed"
+    else:
+        state.origin = "decoder-replayed" if decoder and info.decoder_replayed else "exact"
+
+
+def adopt_global(
+    state: SequenceState, token_ids: list[int], *, replay_from: int, exact: bool
+) -> None:
+    """Set a sequence's counters to: global KV is there, windows start at `replay_from`."""
+    state.token_ids[:] = token_ids
+    state.replay_from = replay_from
+    state.encoder_floor = replay_from
+    state.decoder_tokens = state.decoder_floor = 0
+    state.drafter_tokens = state.drafter_floor = 0
+    state.written = len(token_ids)
+    state.tail = None
+    state.origin = "exact" if exact else "encoder-replayed"
+
+
+def pool_matches(layout: Layout, pool: StatePool) -> bool:
+    """The pool's rows have the layout's shapes."""
+    wide = pool.dtype == torch.float64
+    packed = layout.planes[0].format not in ("f32", "f64")
+    return layout == Layout.of(
+        pool.args, packed=packed, wide=wide, block_tokens=layout.block_tokens
+    ) and (packed or _FLOAT.get(pool.dtype) == cast(str, layout.planes[0].format))

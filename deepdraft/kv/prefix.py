@@ -1,0 +1,226 @@
+"""Which stored conversation shares the longest prefix with a new one.
+
+Owns: a tree over blocks of tokens, exact to the token, and the positions of checkpoints in it.
+Knows nothing of: bytes of state, tensors, time, who may evict what. Runs without torch.
+
+A node stands for a sequence of whole blocks. Its children are keyed by the next block's tokens,
+and the rest of a conversation (less than a block) hangs beside them. Keys are big-endian, so they
+sort as the token sequences do, and the key with the longest common prefix is a neighbour of the
+place where a block would be inserted. Tokens are compared, not hashes: no collision can match.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+TOKEN_BYTES = 4
+
+
+def token_bytes(token_ids: Sequence[int]) -> bytes:
+    """Token ids as big-endian uint32."""
+    return np.asarray(token_ids, dtype=">u4").tobytes()
+
+
+@dataclass(slots=True)
+class Node:
+    """Whole blocks from the root to here."""
+
+    children: dict[bytes, Node] = field(default_factory=dict)
+    owners: dict[bytes, set[int]] = field(default_factory=dict)
+    """Entries by their next block, or by their last tokens."""
+    keys: list[bytes] = field(default_factory=list)
+    """Sorted keys of `owners`."""
+    marks: dict[bytes, dict[int, int]] = field(default_factory=dict)
+    """Checkpoints less than a block further: their tokens -> {entry: label}."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A checkpoint whose tokens are a prefix of the request's."""
+
+    position: int
+    entry: int
+    label: int
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """`length` tokens are shared with every entry of `entries`, and with none are more."""
+
+    length: int
+    entries: frozenset[int]
+    marks: tuple[Mark, ...]
+    """Furthest first."""
+
+
+def common_prefix(a: bytes, b: bytes) -> int:
+    """Tokens that two keys share at their start."""
+    n = min(len(a), len(b)) // TOKEN_BYTES * TOKEN_BYTES
+    if a[:n] == b[:n]:
+        return n // TOKEN_BYTES
+    x, y = (np.frombuffer(k[:n], dtype=np.uint32) for k in (a, b))
+    return int(np.argmin(x == y))
+
+
+class PrefixIndex:
+    """Conversations by their tokens. Not thread-safe."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block = block_tokens * TOKEN_BYTES
+        self.block_tokens = block_tokens
+        self._root = Node()
+        self._tokens: dict[int, bytes] = {}
+        self._marks: dict[int, dict[int, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __contains__(self, entry: int) -> bool:
+        return entry in self._tokens
+
+    def _cut(self, tokens: bytes) -> tuple[list[bytes], bytes]:
+        whole = len(tokens) // self.block * self.block
+        return [tokens[i : i + self.block] for i in range(0, whole, self.block)], tokens[whole:]
+
+    def insert(
+        self, entry: int, token_ids: Sequence[int], checkpoints: Iterable[tuple[int, int]] = ()
+    ) -> None:
+        """Add an entry: its tokens, and (position, label) of each of its checkpoints."""
+        assert entry not in self._tokens, f"{entry=} is in the index"
+        tokens = token_bytes(token_ids)
+        self._tokens[entry], self._marks[entry] = tokens, dict(checkpoints)
+        assert all(0 < p <= len(token_ids) for p in self._marks[entry]), self._marks[entry]
+        blocks, tail = self._cut(tokens)
+        node = self._root
+        for key in [*blocks, tail]:
+            if not key:
+                break
+            if key not in node.owners:
+                node.owners[key] = set()
+                insort(node.keys, key)
+            node.owners[key].add(entry)
+            if len(key) == self.block:
+                node = node.children.setdefault(key, Node())
+        for position, label in self._marks[entry].items():
+            node, rest = self._at(tokens, position)
+            node.marks.setdefault(rest, {})[entry] = label
+
+    def _at(self, tokens: bytes, position: int) -> tuple[Node, bytes]:
+        blocks, rest = self._cut(tokens[: position * TOKEN_BYTES])
+        node = self._root
+        for key in blocks:
+            node = node.children[key]
+        return node, rest
+
+    def remove(self, entry: int) -> None:
+        """Forget an entry and the branches that only it had."""
+        tokens = self._tokens.pop(entry)
+        for position in self._marks.pop(entry):
+            node, rest = self._at(tokens, position)
+            del node.marks[rest][entry]
+            if not node.marks[rest]:
+                del node.marks[rest]
+        blocks, tail = self._cut(tokens)
+        node = self._root
+        for key in [*blocks, tail]:
+            if not key:
+                break
+            owners = node.owners[key]
+            owners.remove(entry)
+            child = node.children.get(key)
+            if not owners:
+                del node.owners[key]
+                del node.keys[bisect_left(node.keys, key)]
+                node.children.pop(key, None)
+            if child is None:
+                break
+            node = child
+
+    def tokens_of(self, entry: int) -> bytes:
+        """Tokens of an entry as it was inserted."""
+        return self._tokens[entry]
+
+    def match(self, token_ids: Sequence[int]) -> Match | None:
+        """The longest prefix of `token_ids` that any entry starts with; None when empty."""
+        tokens = token_bytes(token_ids)
+        node, path, depth = self._root, [self._root], 0
+        owners: set[int] = set()
+        while len(tokens) - depth >= self.block:
+            key = tokens[depth : depth + self.block]
+            if key not in node.children:
+                break
+            owners = node.owners[key]
+            node = node.children[key]
+            path.append(node)
+            depth += self.block
+        rest = tokens[depth : depth + self.block]
+        best, more = 0, set[int]()
+        for key in self._neighbours(node, rest):
+            shared = common_prefix(key, rest)
+            if shared > best:
+                best, more = shared, self._sharing(node, rest[: shared * TOKEN_BYTES])
+        length = depth // TOKEN_BYTES + best
+        if not length:
+            return None
+        return Match(
+            length,
+            frozenset(more if best else owners),
+            tuple(self._marks_on(path, tokens)),
+        )
+
+    @staticmethod
+    def _neighbours(node: Node, rest: bytes) -> Iterator[bytes]:
+        at = bisect_left(node.keys, rest)
+        yield from node.keys[max(0, at - 1) : at + 1]
+
+    @staticmethod
+    def _sharing(node: Node, start: bytes) -> set[int]:
+        """Entries below a node whose next tokens start with `start`."""
+        out: set[int] = set()
+        for key in node.keys[bisect_left(node.keys, start) :]:
+            if not key.startswith(start):
+                break
+            out |= node.owners[key]
+        return out
+
+    def _marks_on(self, path: list[Node], tokens: bytes) -> Iterator[Mark]:
+        for depth in range(len(path) - 1, -1, -1):
+            marks = path[depth].marks
+            if not marks:
+                continue
+            at = depth * self.block
+            for extra in range(self.block_tokens - 1, -1, -1):
+                end = at + extra * TOKEN_BYTES
+                if end <= len(tokens):
+                    for entry, label in marks.get(tokens[at:end], {}).items():
+                        yield Mark(end // TOKEN_BYTES, entry, label)
+
+    def check(self) -> None:
+        """Raises AssertionError when the tree does not say what the entries say."""
+        seen: dict[int, int] = {}
+        marks: dict[int, dict[int, int]] = {}
+
+        def walk(node: Node, depth: int) -> None:
+            assert node.keys == sorted(node.owners), node.keys
+            assert set(node.children) <= set(node.owners)
+            for rest, entries in node.marks.items():
+                assert entries, "an empty mark"
+                for entry, label in entries.items():
+                    position = (depth + len(rest)) // TOKEN_BYTES
+                    marks.setdefault(entry, {})[position] = label
+            for key, owners in node.owners.items():
+                assert owners, "a branch without owners"
+                assert (key in node.children) == (len(key) == self.block)
+                for entry in owners:
+                    assert self._tokens[entry][depth : depth + len(key)] == key
+                    seen[entry] = seen.get(entry, 0) + len(key)
+                if key in node.children:
+                    walk(node.children[key], depth + self.block)
+
+        walk(self._root, 0)
+        assert seen == {e: len(t) for e, t in self._tokens.items() if t}
+        assert marks == {e: m for e, m in self._marks.items() if m}

@@ -1,0 +1,44 @@
+"""Every time constant, share and count of the cache in one record, so that tests can shrink them.
+
+Owns: defaults and their order (a reader's deadline lies below its lease, grace above it).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deepdraft.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSettings:
+    """Times in seconds, shares of the slab's slots in 0..1."""
+
+    chunk_blocks: int = 36
+    high_water: float = 0.95
+    low_water: float = 0.85
+    lease_s: float = 30.0
+    max_lease_s: float = 120.0
+    grace_s: float = 60.0
+    """How long memory of a lease ended by force stays unused; above any reader's deadline."""
+    leases_per_peer: int = 8
+    leased_share: float = 0.5
+    quarantine_share: float = 0.05
+    max_checkpoints: int = 8
+    """Checkpoints of one conversation that are kept."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low_water <= self.high_water <= 1:
+            raise ConfigError(
+                f"the KV store's marks must satisfy 0 < low <= high <= 1, got low "
+                f"{self.low_water}, high {self.high_water}"
+            )
+        if not 0 < self.lease_s <= self.max_lease_s:
+            raise ConfigError(f"a lease of {self.lease_s} s, at most {self.max_lease_s} s")
+        if self.grace_s < self.lease_s:
+            raise ConfigError(
+                f"grace ({self.grace_s} s) must not be below a lease ({self.lease_s} s): a reader "
+                f"may still read that long"
+            )
+        if self.chunk_blocks < 1 or self.max_checkpoints < 1:
+            raise ConfigError("chunk_blocks and max_checkpoints must be at least 1")

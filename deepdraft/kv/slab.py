@@ -1,0 +1,85 @@
+"""One block of host memory cut into equal slots.
+
+Owns: the bytes, and for each slot whether it is free, used, condemned or quarantined.
+Knows nothing of: what lies in a slot, who uses it.
+
+Condemned slots were readable by a peer whose lease was ended by force; they become free after a
+grace period. Quarantined slots were the destination of a transfer that may still write; they
+become free only when someone who knows that it cannot any more says so.
+"""
+
+from __future__ import annotations
+
+import enum
+import mmap
+from collections.abc import Iterable
+
+import numpy as np
+
+from deepdraft.errors import ConfigError
+
+PAGE = 4096
+
+
+class SlotState(enum.IntEnum):
+    """What a slot is."""
+
+    FREE = 0
+    USED = 1
+    CONDEMNED = 2
+    QUARANTINED = 3
+
+
+class Slab:
+    """`num_slots` slots of `slot_bytes`. Not thread-safe."""
+
+    def __init__(self, *, slot_bytes: int, num_slots: int) -> None:
+        if slot_bytes < 1 or num_slots < 1:
+            raise ConfigError(
+                f"the KV store needs at least one slot of one byte, got {num_slots} slots of "
+                f"{slot_bytes} bytes; give it more memory"
+            )
+        self.slot_bytes = -(-slot_bytes // PAGE) * PAGE
+        self.num_slots = num_slots
+        # Anonymous pages are zero and are backed by memory when first touched.
+        self._map = mmap.mmap(-1, self.slot_bytes * num_slots)
+        if hasattr(mmap, "MADV_DONTDUMP"):
+            self._map.madvise(mmap.MADV_DONTDUMP)
+        self.array = np.frombuffer(self._map, dtype=np.uint8).reshape(num_slots, self.slot_bytes)
+        self.states = np.full(num_slots, SlotState.FREE, dtype=np.uint8)
+        self._free = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Slots that can be taken now."""
+        return len(self._free)
+
+    def count(self, state: SlotState) -> int:
+        """Slots in a state."""
+        return int((self.states == state).sum())
+
+    def take(self, count: int) -> list[int] | None:
+        """`count` slots, or None when there are fewer."""
+        if count > len(self._free):
+            return None
+        slots = [self._free.pop() for _ in range(count)]
+        self.states[slots] = SlotState.USED
+        return slots
+
+    def move(self, slots: Iterable[int], new: SlotState) -> None:
+        """Free, condemn or quarantine slots that are not free now."""
+        for slot in slots:
+            assert self.states[slot] != SlotState.FREE, f"slot {slot} is free"
+            self.states[slot] = new
+            if new == SlotState.FREE:
+                self._free.append(slot)
+
+    def view(self, slot: int, length: int) -> np.ndarray:
+        """The first `length` bytes of a slot, uint8, not copied."""
+        assert self.states[slot] != SlotState.FREE, f"slot {slot} is free"
+        return self.array[slot, :length]
+
+    def check(self) -> None:
+        """Raises AssertionError when the free list and the states disagree."""
+        assert len(set(self._free)) == len(self._free), self._free
+        assert set(self._free) == set(np.flatnonzero(self.states == SlotState.FREE).tolist())
