@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+Rule = Literal["token", "block", "coupled"]
+"""How drafts are verified (docs/speculation.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,17 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationParams:
+    """What one request asks of speculation; None: what the server does by itself."""
+
+    rule: Rule | None = None
+    num_drafts: int | None = None
+    """At most so many drafts a step, never more than the server's; 0: none."""
+    report: bool = False
+    """The response shows the counters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """A prompt as token ids and how to go on from it."""
 
@@ -38,6 +51,7 @@ class GenerateRequest:
     max_new_tokens: int = 256
     stop_token_ids: frozenset[int] = frozenset()
     """Ids that end the answer; the id itself is reported as the last token."""
+    speculation: SpeculationParams = field(default_factory=SpeculationParams)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +64,30 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeStats:
+    """What decoding one request took: its steps after the prompt."""
+
+    rule: Rule
+    steps: int
+    """Iterations: each verifies the drafts at hand and appends one token more than it accepts."""
+    drafted_steps: int
+    """Those for which the drafter ran."""
+    drafts: int
+    verified: int
+    accepted: int
+    histogram: tuple[int, ...]
+    """Steps by the number of drafts they accepted, from 0."""
+    average_iteration_ms: float = field(compare=False)
+    average_accept_length: float
+    """Accepted drafts of a step plus 1; 1 is no gain."""
+
+    @property
+    def cut(self) -> int:
+        """Drafts that the schedule left out, by their confidence."""
+        return self.drafts - self.verified
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent:
     """New tokens of one request. The last event of a request carries `finish_reason`."""
 
@@ -59,3 +97,5 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     error: str | None = None
     num_cached_tokens: int = 0
+    stats: DecodeStats | None = None
+    """In the last event of a request that was decoded."""

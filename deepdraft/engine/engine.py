@@ -1,30 +1,39 @@
 """Runs requests: one thread that owns the runner, and the ways in for everybody else.
 
 Owns: the step loop, admission, cancellation, draining, and what a failure costs whom.
-Knows nothing of: HTTP, text, model internals. Only the engine thread touches the runner.
+Knows nothing of: HTTP, text, model internals, how drafts are made and judged. Only the engine
+thread touches the runner.
 """
 
 import asyncio
+import json
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from deepdraft.engine.request import EventSink, Request
-from deepdraft.engine.sampler import Choice, Row, Sampler
+from deepdraft.engine.sampler import Choice, Sampler
 from deepdraft.engine.scheduler import PrefillChunk, Scheduler
+from deepdraft.engine.speculate import Block, Outcome, Speculation, Speculator
 from deepdraft.errors import DeepdraftError, EngineError, Overloaded, PromptTooLong, RequestError
 from deepdraft.telemetry import Counters, logger
-from deepdraft.types import FinishReason, GenerateRequest, TokenEvent, TokenLogprob
+from deepdraft.types import DecodeStats, FinishReason, GenerateRequest, TokenEvent, TokenLogprob
+
+STEP_PARTS = ("draft", "verify", "judge", "commit")
+"""Parts of a decode step whose time is counted."""
 
 
 class ModelRunner(Protocol):
     """What the engine needs of a model; `engine.runner.Runner` is one.
 
-    A sequence handle has `num_tokens`, the tokens that the model has seen.
+    A sequence handle has `num_tokens`, the tokens that the model has seen. One that drafts is a
+    `DraftingRunner` too, with a `block_size` above 0.
     """
 
     vocab_size: int
@@ -35,8 +44,8 @@ class ModelRunner(Protocol):
         """A new, empty sequence."""
         ...
 
-    def close_sequence(self, handle: Any, /) -> None:
-        """Frees a sequence."""
+    def close_sequence(self, handle: Any, /, *, scrub: bool = False) -> None:
+        """Frees a sequence; `scrub` where NaN or infinities may be left in it."""
         ...
 
     def prefill(self, handle: Any, token_ids: list[int], /, *, final: bool) -> Tensor | None:
@@ -62,10 +71,12 @@ class Engine:
         max_queue: int = 256,
         max_running: int = 4,
         prefill_chunk: int = 256,
+        speculation: Speculation | None = None,
     ) -> None:
         self.runner = runner
         self.counters = Counters()
-        self._sampler = Sampler(runner.vocab_size, getattr(runner, "device", "cpu"))
+        sampler = Sampler(runner.vocab_size, getattr(runner, "device", "cpu"))
+        self.speculator = Speculator(runner, sampler, speculation or Speculation())
         self._scheduler = Scheduler(
             max_queue=max_queue,
             max_running=min(max_running, runner.max_step_rows),
@@ -205,14 +216,14 @@ class Engine:
     def _run(self) -> None:
         try:
             with torch.inference_mode():
-                while self._step_plain():
+                while self._step_once():
                     pass
         except BaseException as error:
             # A fault of the loop itself: nobody may be left waiting for an event.
             logger.exception("the engine thread failed")
             self._fail_everything(f"the engine has stopped: {type(error).__name__}")
 
-    def _step_plain(self) -> bool:
+    def _step_once(self) -> bool:
         """Waits for work and does one step of it: plan, run, commit. False when told to stop."""
         with self._wake:
             while self._scheduler.idle and not self._stopping:
@@ -239,6 +250,7 @@ class Engine:
     def _open(self, request: Request) -> None:
         try:
             request.handle = self.runner.open_sequence()
+            self.speculator.settle(request)
         except Exception as error:
             self._fail(request, "opening a sequence", error)
 
@@ -254,15 +266,56 @@ class Engine:
         self.counters.add("prompt_tokens", chunk.end - chunk.start)
         if chunk.final:
             assert logits_V is not None, "the final chunk of a prompt must return logits"
-            self._commit((request,), logits_V.unsqueeze(0))
+            # Judged like a step without drafts, though it is no step of decoding.
+            block = Block(request)
+            outcome = self._judge(block, logits_V.unsqueeze(0))
+            if outcome is not None:
+                self._apply(block, outcome)
 
     def _decode(self, requests: tuple[Request, ...]) -> None:
-        try:
-            logits_RV = self.runner.step([(r.handle, [r.output_ids[-1]]) for r in requests])
-        except Exception as error:
-            self._isolate(requests, error)
+        begin = time.perf_counter()
+        blocks = self.speculator.propose(requests)
+        drafted = time.perf_counter()
+        # One that was cancelled meanwhile is left as it is; the loop ends it next.
+        blocks = [block for block in blocks if not block.request.cancelled]
+        if not blocks:
             return
-        self._commit(requests, logits_RV)
+        try:
+            logits_RV = self.runner.step([(b.request.handle, b.step_ids) for b in blocks])
+        except Exception as error:
+            self._isolate(tuple(b.request for b in blocks), error)
+            return
+        stepped = time.perf_counter()
+        judged: list[tuple[Block, Outcome]] = []
+        at = 0
+        for block in blocks:
+            num_rows = len(block.rows)
+            outcome = self._judge(block, logits_RV[at : at + num_rows])
+            at += num_rows
+            if outcome is not None:
+                judged.append((block, outcome))
+        end = time.perf_counter()
+        accepted = [outcome.num_accepted for _, outcome in judged]
+        self.speculator.learn([block for block, _ in judged], accepted, 1e3 * (end - begin))
+        for block, outcome in judged:
+            self._apply(block, outcome)
+        times = (begin, drafted, stepped, end, time.perf_counter())
+        self._count_step([block for block, _ in judged], accepted, times)
+
+    def _count_step(
+        self, blocks: Sequence[Block], accepted: Sequence[int], times: tuple[float, ...]
+    ) -> None:
+        add = self.counters.add
+        add("decode_steps")
+        add("decode_rows", sum(len(b.rows) for b in blocks))
+        add("spec_steps", len(blocks))
+        add("spec_drafted_steps", sum(b.num_drafted > 0 for b in blocks))
+        add("spec_drafts", sum(b.num_drafted for b in blocks))
+        add("spec_verified", sum(len(b.token_ids) for b in blocks))
+        for num_accepted in accepted:
+            add(f"spec_accepted_{num_accepted}")
+        for name, (start, end) in zip(STEP_PARTS, pairwise(times), strict=True):
+            add(f"{name}_us", round(1e6 * (end - start)))
 
     def _isolate(self, requests: tuple[Request, ...], error: Exception) -> None:
         """After a failed step: ends the request to blame and lets the others go on.
@@ -278,36 +331,39 @@ class Engine:
             else:
                 self._decode((request,))
 
-    def _commit(self, requests: tuple[Request, ...], logits_RV: Tensor) -> None:
-        rows = [
-            Row(
-                params=r.source.sampling,
-                position=r.next_position,
-                output_counts=r.output_counts,
-                prompt_ids=r.source.prompt_ids,
-            )
-            for r in requests
-        ]
+    def _judge(self, block: Block, logits_RV: Tensor) -> Outcome | None:
+        """What a block appends; None where judging failed, and with it the request."""
         try:
-            choices = self._sampler.sample(logits_RV, rows)
+            return self.speculator.judge(block, logits_RV)
         except Exception as error:
-            for request in requests:
-                self._fail(request, f"sampling at position {request.next_position}", error)
-            return
-        for request, choice in zip(requests, choices, strict=True):
-            self._take(request, choice)
+            self._fail(block.request, f"sampling at position {block.start}", error)
+            return None
 
-    def _take(self, request: Request, choice: Choice) -> None:
-        if choice.error is not None:
-            self._finish(request, "error", error=choice.error)
+    def _apply(self, block: Block, outcome: Outcome) -> None:
+        """Appends what stands, takes the rest of the step back, reports."""
+        request = block.request
+        reason: FinishReason | None = None
+        taken: list[Choice] = []
+        for choice in outcome.choices:
+            taken.append(choice)
+            reason = request.append(choice.token_id)
+            if reason is not None:
+                break
+        self.counters.add("generated_tokens", len(taken))
+        token_ids = tuple(choice.token_id for choice in taken)
+        logprobs = tuple(c.logprob for c in taken if c.logprob is not None)
+        if reason is not None:
+            self._finish(request, reason, token_ids=token_ids, logprobs=logprobs)
             return
-        self.counters.add("generated_tokens")
-        reason = request.append(choice.token_id)
-        logprobs = () if choice.logprob is None else (choice.logprob,)
-        if reason is None:
-            self._emit(request, (choice.token_id,), logprobs)
-        else:
-            self._finish(request, reason, token_ids=(choice.token_id,), logprobs=logprobs)
+        if token_ids:
+            self._emit(request, token_ids, logprobs)
+        if outcome.error is not None:
+            self._finish(request, "error", error=outcome.error)
+        elif block.token_ids:
+            try:
+                self.speculator.commit(block, outcome.num_accepted)
+            except Exception as error:
+                self._fail(request, f"position {block.start}", error)
 
     def _fail(self, request: Request, where: str, error: Exception) -> None:
         # The traceback goes to the log; the client gets our own errors' text and no other's, as a
@@ -329,13 +385,37 @@ class Engine:
         handle, request.handle = request.handle, None
         if handle is not None:
             try:
-                self.runner.close_sequence(handle)
+                if request.tainted or reason == "error":
+                    self.runner.close_sequence(handle, scrub=True)
+                else:
+                    self.runner.close_sequence(handle)
             except Exception:
                 logger.exception("closing the sequence of %s failed", request.request_id)
         with self._wake:
             self._scheduler.remove(request)
         self.counters.add(f"finished_{reason}")
-        self._emit(request, token_ids, logprobs, reason, error)
+        stats = request.record.stats(request.rule)
+        self._log_end(request, reason, stats)
+        self._emit(request, token_ids, logprobs, reason, error, stats)
+
+    def _log_end(self, request: Request, reason: FinishReason, stats: DecodeStats | None) -> None:
+        record: dict[str, Any] = {
+            "request_id": request.request_id,
+            "finish_reason": reason,
+            "prompt_tokens": request.num_prompt,
+            "completion_tokens": len(request.output_ids),
+        }
+        if stats is not None:
+            record |= {
+                "rule": stats.rule,
+                "steps": stats.steps,
+                "average_iteration_ms": round(stats.average_iteration_ms, 3),
+                "average_accept_length": round(stats.average_accept_length, 3),
+                "accepted_drafts_histogram": stats.histogram,
+                "drafts": stats.drafts,
+                "drafts_cut_by_confidence": stats.cut,
+            }
+        logger.info("request_end %s", json.dumps(record))
 
     def _emit(
         self,
@@ -344,6 +424,7 @@ class Engine:
         logprobs: tuple[TokenLogprob, ...] = (),
         reason: FinishReason | None = None,
         error: str | None = None,
+        stats: DecodeStats | None = None,
     ) -> None:
         event = TokenEvent(
             request_id=request.request_id,
@@ -351,6 +432,7 @@ class Engine:
             logprobs=logprobs,
             finish_reason=reason,
             error=error,
+            stats=stats,
         )
         try:
             request.sink(event)

@@ -10,9 +10,40 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepdraft.types import FinishReason, GenerateRequest, TokenEvent
+from deepdraft.spec.schedule import DraftGate, RateMeter
+from deepdraft.types import DecodeStats, FinishReason, GenerateRequest, Rule, TokenEvent
 
 EventSink = Callable[[TokenEvent], None]
+
+
+@dataclass(slots=True)
+class DecodeRecord:
+    """Sums over a request's decode steps."""
+
+    ms: float = 0.0
+    drafted_steps: int = 0
+    drafts: int = 0
+    verified: int = 0
+    histogram: Counter[int] = field(default_factory=Counter)
+    """Steps by accepted drafts."""
+
+    def stats(self, rule: Rule) -> DecodeStats | None:
+        """The finished record; None without a step."""
+        steps = sum(self.histogram.values())
+        if not steps:
+            return None
+        accepted = sum(n * count for n, count in self.histogram.items())
+        return DecodeStats(
+            rule=rule,
+            steps=steps,
+            drafted_steps=self.drafted_steps,
+            drafts=self.drafts,
+            verified=self.verified,
+            accepted=accepted,
+            histogram=tuple(self.histogram[n] for n in range(max(self.histogram) + 1)),
+            average_iteration_ms=self.ms / steps,
+            average_accept_length=1 + accepted / steps,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +62,13 @@ class Request:
     output_ids: list[int] = field(default_factory=list)
     output_counts: Counter[int] = field(default_factory=Counter)
     """How often each token was produced: what the penalties read."""
+    rule: Rule = "coupled"
+    """How its drafts are verified; settled on admission."""
+    gate: DraftGate = field(default_factory=DraftGate)
+    meter: RateMeter = field(default_factory=RateMeter)
+    record: DecodeRecord = field(default_factory=DecodeRecord)
+    tainted: bool = False
+    """Its state may hold NaN or infinities."""
     cancelled: bool = False
     finished: FinishReason | None = None
 
@@ -53,6 +91,11 @@ class Request:
     def next_position(self) -> int:
         """Absolute position of the token chosen next; keys its noise."""
         return self.num_prompt + len(self.output_ids)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that may still be appended."""
+        return self.source.max_new_tokens - len(self.output_ids)
 
     def append(self, token_id: int) -> FinishReason | None:
         """Takes one chosen token; returns why the answer ends here, or None."""

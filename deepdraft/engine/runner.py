@@ -1,7 +1,12 @@
 """A loaded model and the state of the sequences it serves.
 
-Owns: the model, its state pool, the prefill mode. Only the engine's thread calls it.
-Knows nothing of: requests, text, sampling.
+Owns: the model, its state pool, the prefill mode, what the drafter has yet to be told. Only the
+engine's thread calls it.
+Knows nothing of: requests, text, sampling, verification.
+
+Drafting: `step` appends tokens, drafts among them, and keeps the drafter's conditioning (taps);
+`commit` says how many tokens of a sequence stand and takes the rest back; `draft` first tells the
+drafter of the positions confirmed since the last draft. So plain steps cost the drafter nothing.
 """
 
 from __future__ import annotations
@@ -12,13 +17,34 @@ import torch
 from torch import Tensor
 
 from deepdraft.checkpoint.reader import Checkpoint
-from deepdraft.errors import ConfigError
+from deepdraft.errors import ConfigError, StateError
 from deepdraft.models.deepseek_v41 import DeepseekV41, PrefillMode
+from deepdraft.models.dspark import DraftStart
 from deepdraft.models.state import SequenceState, StatePool
 from deepdraft.text.tokenizer import Tokenizer, engram_token_map
 
 STEP_ROWS = 64
 """Rows of one sequence that a step takes at most; a ring has this many spare rows."""
+
+
+MAX_DRAFTS = 15
+"""Drafts of one sequence in a step at most."""
+
+
+class Draft:
+    """A block of proposals of one sequence, to be gone through in order."""
+
+    def __init__(self, model: DeepseekV41, start: DraftStart) -> None:
+        self._model, self._start = model, start
+
+    def __len__(self) -> int:
+        return self._start.hidden.shape[0]
+
+    def refine(self, i: int, previous: int) -> tuple[Tensor, float]:
+        """Logits [V] of draft i and its raw confidence, given the token before it."""
+        assert self._model.drafter is not None
+        logits_V, raw = self._model.drafter.refine(self._start, i, previous)
+        return logits_V, float(raw)
 
 
 class Runner:
@@ -32,7 +58,10 @@ class Runner:
         max_context: int | None = None,
         num_sequences: int = 1,
         step_rows: int = STEP_ROWS,
+        num_drafts: int | None = None,
     ) -> None:
+        """`num_drafts`: proposals of a draft; None: what the checkpoint's drafter was trained for;
+        0: the drafter is not used."""
         limit = model.args.max_position_embeddings
         if max_context is not None and not 2 <= max_context <= limit:
             raise ConfigError(
@@ -41,13 +70,22 @@ class Runner:
             )
         if prefill not in ("full", "encoder"):
             raise ConfigError(f"prefill must be full or encoder, got {prefill!r}")
+        own = model.args.dspark_block_size if model.drafter is not None else 0
+        if num_drafts is not None and not 0 <= num_drafts <= (MAX_DRAFTS if own else 0):
+            raise ConfigError(
+                f"drafts must lie in 0..{MAX_DRAFTS}, got {num_drafts}"
+                if own
+                else f"this model was loaded without a drafter; drafts must be 0, got {num_drafts}"
+            )
         self.model = model
+        self.block_size = own if num_drafts is None else num_drafts
         self.prefill_mode: PrefillMode = prefill
         self.vocab_size = model.args.vocab_size
         self.max_tokens = max_context or limit
         self.max_step_rows = step_rows
         self.device = model.device
         self.pool: StatePool = model.new_pool(num_sequences, self.max_tokens, slack=step_rows)
+        self._taps: dict[SequenceState, list[tuple[int, Tensor]]] = {}
 
     @classmethod
     def from_checkpoint(
@@ -61,6 +99,7 @@ class Runner:
         num_sequences: int = 1,
         device: torch.device | str = "cpu",
         drafter: bool = False,
+        num_drafts: int | None = None,
     ) -> Runner:
         """Load the model of a checkpoint. Errors name the tensor, key or file."""
         token_map = None
@@ -76,28 +115,83 @@ class Runner:
             device=device,
             drafter=drafter,
         )
-        return cls(model, prefill=prefill, max_context=max_context, num_sequences=num_sequences)
+        return cls(
+            model,
+            prefill=prefill,
+            max_context=max_context,
+            num_sequences=num_sequences,
+            num_drafts=num_drafts,
+        )
 
     def open_sequence(self) -> SequenceState:
         """A new, empty sequence; StateError when all are in use."""
         return self.pool.open()
 
-    def close_sequence(self, sequence: SequenceState) -> None:
-        """Give a sequence's memory back."""
+    def close_sequence(self, sequence: SequenceState, *, scrub: bool = False) -> None:
+        """Give a sequence's memory back. `scrub` where it may hold NaN or infinities."""
+        self._taps.pop(sequence, None)
+        if scrub:
+            self.pool.scrub(sequence)
         self.pool.close(sequence)
 
     def prefill(
         self, sequence: SequenceState, token_ids: Sequence[int], *, final: bool
     ) -> Tensor | None:
         """Append a chunk of the prompt; logits [V] after its last token when `final`."""
-        out = self.model.prefill(sequence, token_ids, mode=self.prefill_mode, final=final)
+        out = self.model.prefill(
+            sequence,
+            token_ids,
+            mode=self.prefill_mode,
+            final=final,
+            feed_drafter=self.block_size > 0,
+        )
         return out.logits[-1] if out.logits is not None else None
 
     def step(self, batch: Sequence[tuple[SequenceState, Sequence[int]]]) -> Tensor:
         """Append tokens to each sequence; logits [rows, V], row i after that token."""
-        logits = self.model.step(batch).logits
-        assert logits is not None
-        return logits
+        firsts = [sequence.num_tokens for sequence, _ in batch]
+        out = self.model.step(batch)
+        if self.block_size and out.taps is not None:
+            at = 0
+            for (sequence, token_ids), first in zip(batch, firsts, strict=True):
+                self._note(sequence, first, out.taps[at : at + len(token_ids)])
+                at += len(token_ids)
+        assert out.logits is not None
+        return out.logits
+
+    def _note(self, sequence: SequenceState, first: int, taps: Tensor) -> None:
+        notes = self._taps.setdefault(sequence, [])
+        notes.append((first, taps))
+        # What lies a whole ring back is out of the drafter's sight.
+        while notes[0][0] + notes[0][1].shape[0] <= first - self.pool.ring:
+            del notes[0]
+
+    def commit(self, sequence: SequenceState, num_tokens: int) -> None:
+        """The first `num_tokens` tokens stand; the rest of the last step is taken back."""
+        sequence.truncate(num_tokens)
+        notes = self._taps.get(sequence)
+        if notes:
+            first, taps = notes[-1]
+            notes[-1] = (first, taps[: max(0, num_tokens - first)])
+
+    def draft(self, batch: Sequence[tuple[SequenceState, int]]) -> list[Draft]:
+        """Begin a block of `block_size` drafts for each sequence; the token stands right after the
+        confirmed ones. Raises StateError, and the sequences are as they were."""
+        drafter = self.model.drafter
+        if drafter is None or not self.block_size:
+            raise StateError("there is no drafter here")
+        feeds, done = [], []
+        for sequence, _ in batch:
+            notes = self._taps.get(sequence)
+            if notes:
+                taps = notes[0][1] if len(notes) == 1 else torch.cat([t for _, t in notes])
+                feeds.append((sequence, taps, notes[0][0]))
+                done.append(notes)
+        with torch.inference_mode():
+            drafter.feed_all(feeds)
+        for notes in done:
+            notes.clear()
+        return [Draft(self.model, start) for start in drafter.start(batch, self.block_size)]
 
 
 def checked_token_map(checkpoint: Checkpoint, tokenizer: Tokenizer) -> list[int]:

@@ -50,6 +50,10 @@ class Choice:
     error: str | None = None
 
 
+Top = tuple[float, int]
+"""Largest value of a row, and its token."""
+
+
 def _signed(value: int) -> int:
     value &= _MASK
     return value - (1 << 64) if value >> 63 else value
@@ -73,9 +77,24 @@ class Sampler:
         ids = torch.arange(1, vocab_size + 1, dtype=torch.int64, device=device)
         self._steps_V = ids * _signed(_WEYL)
         self.vocab_size = vocab_size
+        # A draft and the target's choice at its place use the same noise.
+        self._recent: dict[tuple[int, int], Tensor] = {}
+        self._most_recent = max(16, (1 << 20) // vocab_size)
 
     def gumbel(self, seed: int, position: int) -> Tensor:
-        """Standard Gumbel noise [V], float64, a pure function of (seed, position, token id)."""
+        """Standard Gumbel noise [V], float64, a pure function of (seed, position, token id).
+
+        Not to be written to.
+        """
+        place = (seed, position)
+        noise_V = self._recent.get(place)
+        if noise_V is None:
+            if len(self._recent) >= self._most_recent:
+                self._recent.clear()
+            noise_V = self._recent[place] = self._make_gumbel(seed, position)
+        return noise_V
+
+    def _make_gumbel(self, seed: int, position: int) -> Tensor:
         key = _mix((_mix(seed & _MASK) + position * _WEYL) & _MASK)
         x_V = self._steps_V + _signed(key)
         x_V = _shift_xor(x_V, 30) * _signed(_MIX_1)
@@ -91,29 +110,49 @@ class Sampler:
         assert logits_RV.shape == (len(rows), self.vocab_size), (
             f"{tuple(logits_RV.shape)=} {len(rows)=} {self.vocab_size=}"
         )
-        # NaN wins a max, so this one operation both finds NaN and answers plain greedy rows.
-        best = logits_RV.max(dim=-1)
-        values, indices = best.values.tolist(), best.indices.tolist()
-        return [
-            self._choose(logits_RV[i], row, values[i], indices[i]) for i, row in enumerate(rows)
-        ]
+        choices = []
+        for i, (row, top) in enumerate(zip(rows, self.tops(logits_RV), strict=True)):
+            choice = self.choose(logits_RV[i], row, top)
+            if choice.error is None and row.params.logprobs is not None:
+                logprob = logprobs(logits_RV[i], choice.token_id, row.params.logprobs)
+                choice = Choice(token_id=choice.token_id, logprob=logprob)
+            choices.append(choice)
+        return choices
 
-    def _choose(self, logits_V: Tensor, row: Row, top_value: float, top_id: int) -> Choice:
-        if not math.isfinite(top_value):
-            what = "NaN" if math.isnan(top_value) else f"a largest value of {top_value}"
-            return Choice(error=f"the model's logits at position {row.position} have {what}")
+    def tops(self, logits_RV: Tensor) -> list[Top]:
+        """The largest value of each row and its lowest id. NaN wins, so this finds NaN, too."""
+        best = logits_RV.max(dim=-1)
+        return list(zip(best.values.tolist(), best.indices.tolist(), strict=True))
+
+    def choose(self, logits_V: Tensor, row: Row, top: Top) -> Choice:
+        """The choice of one row, without its log-probability. `top`: of `tops`."""
+        error = unusable(row, top)
+        if error is not None:
+            return Choice(error=error)
         params = row.params
         if params.temperature == 0.0 and not _adjusts(row):
-            token_id = top_id
-        else:
-            scores_V = scores(logits_V, row)
-            if params.temperature != 0.0:
-                scores_V = scores_V + self.gumbel(params.seed, row.position)
-            token_id = int(scores_V.argmax())
-        logprob = None
-        if params.logprobs is not None:
-            logprob = _logprobs(logits_V, token_id, params.logprobs)
-        return Choice(token_id=token_id, logprob=logprob)
+            return Choice(token_id=top[1])
+        scores_V = scores(logits_V, row)
+        if params.temperature != 0.0:
+            scores_V = scores_V + self.gumbel(params.seed, row.position)
+        value, token_id = (x.item() for x in scores_V.max(0))
+        if not math.isfinite(value):
+            return Choice(error=nothing_allowed(row))
+        return Choice(token_id=int(token_id))
+
+
+def unusable(row: Row, top: Top) -> str | None:
+    """What is wrong with logits whose largest value is `top`, if anything."""
+    value = top[0]
+    if math.isfinite(value):
+        return None
+    what = "NaN" if math.isnan(value) else f"a largest value of {value}"
+    return f"the model's logits at position {row.position} have {what}"
+
+
+def nothing_allowed(row: Row) -> str:
+    """The error of a row whose settings forbid every token."""
+    return f"no token is allowed at position {row.position}"
 
 
 def scores(logits_V: Tensor, row: Row) -> Tensor:
@@ -189,7 +228,7 @@ def _keep_top(scores_V: Tensor, top_k: int, top_p: float) -> Tensor:
     return kept_V
 
 
-def _logprobs(logits_V: Tensor, token_id: int, num_top: int) -> TokenLogprob:
+def logprobs(logits_V: Tensor, token_id: int, num_top: int) -> TokenLogprob:
     """Natural logs of the model's own distribution, before penalties, temperature and filters."""
     shifted_V = logits_V.double()
     shifted_V = shifted_V - shifted_V.max()

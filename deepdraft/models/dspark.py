@@ -4,12 +4,15 @@ Conditioning: taps of confirmed positions become context keys in a ring per draf
 runs the last token and `block - 1` noise tokens through the layers at once, then adds a Markov
 correction token by token.
 
-Letters: B drafts of a block, S residual streams, D hidden, V vocabulary, N = W + 1 + B places.
+Several sequences are drafted together; a sequence's bits do not depend on the others.
+
+Letters: B drafts of a block, Q sequences, R = Q * B rows, S residual streams, D hidden, V
+vocabulary, N = W + 1 + B places.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +38,18 @@ class Draft:
     confidence: Tensor
     """[B], raw; its sigmoid is the chance that draft b is accepted if all before it were."""
     base_logits: Tensor
+    hidden: Tensor
+    """[B, D] collapsed, un-normed."""
+
+
+@dataclass(slots=True)
+class DraftStart:
+    """A block before its tokens are chosen; `Drafter.refine` goes through it draft by draft."""
+
+    position: int
+    """Where the first draft would stand."""
+    base_logits: Tensor
+    """[B, V] before the Markov correction."""
     hidden: Tensor
     """[B, D] collapsed, un-normed."""
 
@@ -86,23 +101,26 @@ class DraftBlock:
         places: Tensor,
         record: dict[str, Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
-        """X [B, S, D]; context [W + 1, C] ring keys and the sink's zero key; places [N]: 0 where
-        there is a key, -inf elsewhere."""
+        """X [R, S, D]; context [Q, W + 1, C] ring keys and the sink's zero key; places [Q, N]: 0
+        where there is a key, -inf elsewhere."""
         num, attn = self.num, self.attention
         u = num.act(rms_norm(num.act(collapse(x, p)), self.attn_norm, self.eps))
         pre_a, post_a, comb_a = self.mixes[0](x, self.eps)
         _, query, kv = attn.latents(u)
-        h, d, b = attn.heads, attn.width, x.shape[0]
+        h, d, r = attn.heads, attn.width, x.shape[0]
+        q, sink = context.shape[0], context.shape[1] - 1
         turned = num.act(turn.heads(torch.cat([query[:, : h * d], kv], 1).view(-1, h + 1, d)))
-        keys = torch.cat([context, num.window_kv(turned[:, h])])
-        bias = places.expand(h, -1).clone()
-        bias[:, context.shape[0] - 1 : context.shape[0]] = self.sink
-        o = num.attention(turned[:, :h], keys.expand(b, -1, -1), bias.expand(b, -1, -1), attn.scale)
+        keys = torch.cat([context, num.window_kv(turned[:, h]).view(q, r // q, d)], 1)
+        bias = places.unsqueeze(1).repeat(1, h, 1)
+        bias[:, :, sink : sink + 1] = self.sink
+        if q > 1:
+            keys, bias = (t.repeat_interleave(r // q, 0) for t in (keys, bias))
+        o = num.attention(turned[:, :h], keys.expand(r, -1, -1), bias.expand(r, -1, -1), attn.scale)
         y = attn.output(num.act(turn.back(num.act(o))))
         mid = num.act(expand(y, x, post_a, comb_a))
         pre_f, post_f, comb_f = self.mixes[1](mid, self.eps)
         v = num.act(rms_norm(num.act(collapse(mid, pre_a)), self.ffn_norm, self.eps))
-        z = self.moe(v, b, record)
+        z = self.moe(v, r, record)
         if record is not None:
             record.update(stream_in=x, premix_in=p, attn_in=u, attn_out=y, ffn_in=v, ffn_out=z)
         return num.act(expand(z, mid, post_f, comb_f)), pre_f
@@ -144,33 +162,107 @@ class Drafter:
 
     def feed(self, state: SequenceState, taps: Tensor, first: int) -> None:
         """Ring keys for confirmed positions first.. (notes 6.1); rows beyond a ring are skipped."""
-        pool, num, n = state.pool, self.num, taps.shape[0]
-        if not n:
+        self.feed_all([(state, taps, first)])
+
+    def feed_all(self, work: Sequence[tuple[SequenceState, Tensor, int]]) -> None:
+        """`feed` for several sequences of one pool at once: (state, taps [n, taps * D], first)."""
+        work = [w for w in work if w[1].shape[0]]
+        if not work:
             return
-        if first + n > state.num_tokens:
-            raise StateError(
-                f"drafter rows up to position {first + n - 1}, but only {state.num_tokens} tokens "
-                f"are confirmed"
-            )
-        if first > state.drafter_tokens:
-            state.drafter_floor = first  # a gap: what lies below cannot be reached
-        skip = max(0, n - pool.ring)  # these would be overwritten at once
-        taps, first_kept = taps[skip:], first + skip
-        positions = np.arange(first_kept, first + n)
-        rows = torch.from_numpy(state.ring_row(positions)).to(taps.device)
-        if taps.shape[0] == 1:
-            taps = taps.expand(2, -1)
-            rows, positions = rows.expand(2), positions.repeat(2)
-        mu = num.fp8(self.condition(taps))
-        turn = self._turn(torch.from_numpy(positions).to(taps.device))
+        num, pool = self.num, work[0][0].pool
+        kept, positions, rows = [], [], []
+        for state, taps, first in work:
+            end = first + taps.shape[0]
+            if end > state.num_tokens:
+                raise StateError(
+                    f"drafter rows up to position {end - 1}, but only {state.num_tokens} tokens "
+                    f"are confirmed"
+                )
+            skip = max(0, taps.shape[0] - pool.ring)  # these would be overwritten at once
+            places = np.arange(first + skip, end)
+            kept.append(taps[skip:])
+            positions.append(places)
+            rows.append(state.ring_row(places))
+        all_taps = kept[0] if len(kept) == 1 else torch.cat(kept)
+        at, to = np.concatenate(positions), np.concatenate(rows)
+        if all_taps.shape[0] == 1:
+            all_taps, at, to = all_taps.expand(2, -1), at.repeat(2), to.repeat(2)
+        device = all_taps.device
+        mu = num.fp8(self.condition(all_taps))
+        turn = self._turn(torch.from_numpy(at).to(device))
+        to_t = torch.from_numpy(to).to(device)
         rank = self.blocks[0].attention.q_norm.shape[0]
         for block in self.blocks:
             attn = block.attention
             kv = num.act(mu @ attn.w_in[:, rank:])
             kv = num.act(rms_norm(kv, attn.kv_norm, attn.eps))
             kv = num.window_kv(num.act(rotate(kv, *turn.rows)))
-            pool.window[block.window_row].index_copy_(0, rows, kv)
-        state.drafter_tokens = first + n
+            pool.window[block.window_row].index_copy_(0, to_t, kv)
+        for state, taps, first in work:
+            if first > state.drafter_tokens:
+                state.drafter_floor = first  # a gap: what lies below cannot be reached
+            state.drafter_tokens = first + taps.shape[0]
+
+    @torch.inference_mode()
+    def start(
+        self,
+        work: Sequence[tuple[SequenceState, int]],
+        block_size: int | None = None,
+        *,
+        record: dict[str, dict[str, Tensor]] | None = None,
+    ) -> list[DraftStart]:
+        """The layers' pass over one block of each sequence, all of one pool.
+
+        work: (state, token id), the token standing right after the confirmed ones. The rings must
+        be fed up to the last confirmed position.
+        """
+        args, num, pool = self.args, self.num, work[0][0].pool
+        size = args.dspark_block_size if block_size is None else block_size
+        rows = max(size, 2)  # a single row is padded by a second one
+        device = self.embed.device
+        look_back = np.arange(args.sliding_window - 1, -1, -1)
+        # The sink, the block itself, and (a block of one) the row that pads it.
+        block_places = np.concatenate([np.zeros(1 + size), np.full(rows - size, -np.inf)])
+        addresses, places, positions, ids = [], [], [], []
+        for state, token_id in work:
+            if state.drafter_tokens != state.num_tokens:
+                raise StateError(
+                    f"the drafter was fed {state.drafter_tokens} of {state.num_tokens} tokens"
+                )
+            look = state.num_tokens - 1 - look_back
+            addresses.append(np.append(state.ring_row(look), pool.window.shape[1] - 1))
+            ring = np.where(look >= max(0, state.drafter_floor), 0.0, -np.inf)
+            places.append(np.concatenate([ring, block_places]))
+            positions.append(np.arange(state.num_tokens, state.num_tokens + rows))
+            ids.extend([token_id] + [args.dspark_noise_token_id] * (rows - 1))
+        address_t = torch.from_numpy(np.concatenate(addresses)).to(device)
+        places_t = torch.from_numpy(np.stack(places)).to(device=device, dtype=num.dtype)
+        turn = self._turn(torch.from_numpy(np.concatenate(positions)).to(device))
+        x = self.embed.index_select(0, torch.tensor(ids, device=device)).unsqueeze(1)
+        x = num.act(x.expand(-1, args.hc_mult, -1).contiguous())
+        p = self.first_mix.expand(len(ids), -1, -1)
+        for m, layer in enumerate(self.blocks):
+            context = pool.window[layer.window_row].index_select(0, address_t)
+            note = record.setdefault(f"M{m}", {}) if record is not None else None
+            context = context.view(len(work), -1, context.shape[-1])
+            x, p = layer(x, p, turn, context, places_t, note)
+        h = num.act(collapse(x, p))
+        base = num.act(rms_norm(h, self.norm, args.rms_norm_eps)) @ self.head
+        return [
+            DraftStart(
+                state.num_tokens + 1,
+                base[i * rows : i * rows + size],
+                h[i * rows : i * rows + size],
+            )
+            for i, (state, _) in enumerate(work)
+        ]
+
+    @torch.inference_mode()
+    def refine(self, start: DraftStart, b: int, previous: int) -> tuple[Tensor, Tensor]:
+        """Logits [V] of draft b and its raw confidence [], given the token before it."""
+        e = self.markov_embed[previous]
+        row = start.base_logits[b] + torch.mm(e.expand(2, -1), self.markov_head)[0]
+        return row, torch.cat([start.hidden[b], e]).mul_(self.confidence).sum()
 
     @torch.inference_mode()
     def draft(
@@ -187,39 +279,15 @@ class Drafter:
         `choose(logits [V], position)` picks a proposal; position is the one it would stand at. The
         rings must be fed up to the last confirmed position.
         """
-        args, num, pool = self.args, self.num, state.pool
-        size = args.dspark_block_size if block_size is None else block_size
-        n = state.num_tokens - 1  # last confirmed position
-        if state.drafter_tokens != state.num_tokens:
-            raise StateError(
-                f"the drafter was fed {state.drafter_tokens} of {state.num_tokens} tokens"
-            )
-        device = self.embed.device
-        rows = max(size, 2)
-        look = n - np.arange(args.sliding_window - 1, -1, -1)
-        address = np.append(state.ring_row(look), pool.window.shape[1] - 1)
-        ring = np.where(look >= max(0, state.drafter_floor), 0.0, -np.inf)
-        # The sink, the block itself, and (a block of one) the row that pads it.
-        places = np.concatenate([ring, np.zeros(1 + size), np.full(rows - size, -np.inf)])
-        address_t = torch.from_numpy(address).to(device)
-        places_t = torch.from_numpy(places).to(device=device, dtype=num.dtype)
-        turn = self._turn(torch.arange(n + 1, n + 1 + rows, device=device))
-        ids = torch.tensor([token_id] + [args.dspark_noise_token_id] * (rows - 1), device=device)
-        x = self.embed.index_select(0, ids).unsqueeze(1).expand(-1, args.hc_mult, -1)
-        x, p = num.act(x.contiguous()), self.first_mix.expand(rows, -1, -1)
-        for m, layer in enumerate(self.blocks):
-            context = pool.window[layer.window_row].index_select(0, address_t)
-            note = record.setdefault(f"M{m}", {}) if record is not None else None
-            x, p = layer(x, p, turn, context, places_t, note)
-        h = num.act(collapse(x, p))
-        base = num.act(rms_norm(h, self.norm, args.rms_norm_eps)) @ self.head
+        begun = self.start([(state, token_id)], block_size, record=record)[0]
         tokens, logits, confidence = [], [], []
         previous = token_id
-        for b in range(size):
-            e = self.markov_embed[previous]
-            row = base[b] + (e.expand(2, -1) @ self.markov_head)[0]
-            confidence.append(torch.cat([h[b], e]).mul(self.confidence).sum())
-            previous = choose(row, n + 2 + b)
+        for b in range(begun.hidden.shape[0]):
+            row, raw = self.refine(begun, b, previous)
+            confidence.append(raw)
+            previous = choose(row, begun.position + b)
             tokens.append(previous)
             logits.append(row)
-        return Draft(tokens, torch.stack(logits), torch.stack(confidence), base[:size], h[:size])
+        return Draft(
+            tokens, torch.stack(logits), torch.stack(confidence), begun.base_logits, begun.hidden
+        )

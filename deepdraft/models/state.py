@@ -111,6 +111,18 @@ class StatePool:
         self._free.append(state.slot)
         state.slot = -1
 
+    def scrub(self, state: SequenceState) -> None:
+        """Zero a sequence's rows. An empty place has weight 0, and 0 times a NaN left in it by a
+        broken sequence would reach the next one."""
+        a, ring, pending = state.slot, self.ring, self.pending_ring
+        self.window[:, a * ring : (a + 1) * ring] = 0
+        for source, size in self.entries.items():
+            self.main[source][a * size : (a + 1) * size] = 0
+            self.index[source][a * size : (a + 1) * size] = 0
+            self.main[source][-1] = self.index[source][-1] = 0
+        for rows in self.pending.values():
+            rows[a * pending : (a + 1) * pending] = 0
+
     def check(self) -> None:
         """Programmer's check: free slots are distinct and in range."""
         assert len(set(self._free)) == len(self._free), self._free

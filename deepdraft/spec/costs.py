@@ -1,6 +1,6 @@
-"""What a step costs, by the number of its rows and by load.
+"""What a step costs, by the number of its rows and by load, and what a draft costs.
 
-Owns: the measured table and reading between its points. Knows nothing of: drafts, requests.
+Owns: the measured tables and reading between their points. Knows nothing of: requests.
 """
 
 from bisect import bisect_left
@@ -105,6 +105,56 @@ class CostTable:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"cost table: rows, loads and ms are needed: {error!r}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCosts:
+    """What a machine takes for the parts of a drafted step, in ms.
+
+    `verify`: a step by its rows, greedy choice included. `draft`: a block of drafts by the number
+    of sequences. `sampled_row`, `sampled_draft`: what a row and a draft cost more at a temperature.
+    """
+
+    verify: CostTable
+    draft: CostTable
+    sampled_row: float = 0.0
+    sampled_draft: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("sampled_row", "sampled_draft"):
+            if not 0.0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"costs: {name} must be >= 0 ms, got {getattr(self, name)}")
+
+    def sampled(self) -> CostTable:
+        """`verify` with the choice at a temperature in it."""
+        table = self.verify
+        ms = tuple(
+            tuple(ms + n * self.sampled_row for n, ms in zip(table.rows, line, strict=True))
+            for line in table.ms
+        )
+        return CostTable(rows=table.rows, ms=ms, loads=table.loads, padded=table.padded)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "verify": self.verify.to_dict(),
+            "draft": self.draft.to_dict(),
+            "sampled_row": self.sampled_row,
+            "sampled_draft": self.sampled_draft,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "StepCosts":
+        """The inverse of `to_dict`. Raises ConfigError."""
+        try:
+            return cls(
+                verify=CostTable.from_dict(values["verify"]),
+                draft=CostTable.from_dict(values["draft"]),
+                sampled_row=float(values.get("sampled_row", 0.0)),
+                sampled_draft=float(values.get("sampled_draft", 0.0)),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"costs: tables verify and draft are needed: {error!r}") from error
 
 
 def _rising(name: str, values: Sequence[float]) -> None:

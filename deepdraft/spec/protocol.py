@@ -14,11 +14,12 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from deepdraft.types import Rule
+
 Row = NDArray[Any]
 Number = Any
 """A float or a Fraction: whatever the laws hold."""
 
-Rule = Literal["token", "block", "coupled"]
 RULES: tuple[Rule, ...] = get_args(Rule)
 
 Why = Literal["bonus", "rejected", "malformed", "target"]

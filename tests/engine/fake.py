@@ -61,7 +61,7 @@ class FakeRunner:
         self.most_open = max(self.most_open, len(self.open_handles))
         return handle
 
-    def close_sequence(self, handle: FakeSequence) -> None:
+    def close_sequence(self, handle: FakeSequence, *, scrub: bool = False) -> None:
         self.open_handles.remove(handle)
 
     def prefill(self, handle: FakeSequence, token_ids: list[int], *, final: bool) -> Tensor | None:

@@ -1,0 +1,381 @@
+"""Drafts for the next step, and what of them stands.
+
+Owns: which requests draft, how drafts are chosen and cut, the target's laws behind each of them,
+verification, and what is learnt from it. Rules, noise and schedules are in `spec`.
+Knows nothing of: sequences' states, events, the queue. The engine steps, commits and reports.
+
+A *block* is one request's part of a step: its last token, then its drafts. Row i of its logits is
+the target's after the first i drafts, and `rows[i]` holds what the request asks for there, with
+these drafts counted: the drafter chooses under the same row that the target is judged under.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from deepdraft.engine.request import Request
+from deepdraft.engine.sampler import (
+    Choice,
+    Row,
+    Sampler,
+    Top,
+    logprobs,
+    nothing_allowed,
+    scores,
+    unusable,
+)
+from deepdraft.spec.calibrate import Calibration
+from deepdraft.spec.costs import StepCosts
+from deepdraft.spec.laws import is_law, law
+from deepdraft.spec.noise import KeyedDice
+from deepdraft.spec.protocol import Proposal, Verdict
+from deepdraft.spec.protocol import Row as Law
+from deepdraft.spec.schedule import CostSchedule, FixedSchedule, Schedule, ThresholdSchedule
+from deepdraft.spec.verify import verify
+from deepdraft.telemetry import logger
+from deepdraft.types import Rule
+
+MAX_STEP_ROWS = 96
+"""Rows of one step; up to so many are proven to have the same bits alone and together."""
+
+
+class DraftRows(Protocol):
+    """A block of proposals that is gone through in order."""
+
+    def __len__(self) -> int:
+        """The number of drafts."""
+        ...
+
+    def refine(self, i: int, previous: int, /) -> tuple[Tensor, float]:
+        """Logits [V] of draft i and its raw confidence, given the token before it."""
+        ...
+
+
+class DraftingRunner(Protocol):
+    """What drafting needs of a runner; `engine.runner.Runner` is one."""
+
+    block_size: int
+
+    def draft(self, batch: list[tuple[Any, int]], /) -> Sequence[DraftRows]:
+        """Begins a block for each (sequence, last token); may raise and changes nothing then."""
+        ...
+
+    def commit(self, handle: Any, num_tokens: int, /) -> None:
+        """The first `num_tokens` tokens of a sequence stand; takes the rest of a step back."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """How an engine speculates. `costs`: None where nothing was measured."""
+
+    rule: Rule = "coupled"
+    schedule: ThresholdSchedule | FixedSchedule | None = None
+    """None: by cost, where costs are known, else every draft."""
+    costs: StepCosts | None = None
+    calibrations: Mapping[Rule, Calibration] = field(default_factory=dict)
+
+
+class Block:
+    """One request's part of the next step."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.start = request.next_position
+        self.token_ids: list[int] = []
+        self.laws: list[Law] | None = None if request.rule == "coupled" else []
+        self.raw: list[float] = []
+        self.num_drafted = 0
+        """Drafts before the schedule cut them."""
+        params = request.source.sampling
+        self._counts = bool(
+            params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+        )
+        self.rows = [
+            Row(
+                params=params,
+                position=self.start,
+                output_counts=request.output_counts,
+                prompt_ids=request.source.prompt_ids,
+            )
+        ]
+
+    def extend(self, token_id: int, raw: float, law_V: Law | None) -> None:
+        """Adds a draft, and the row of the place behind it."""
+        self.token_ids.append(token_id)
+        self.raw.append(raw)
+        if self.laws is not None and law_V is not None:
+            self.laws.append(law_V)
+        last = self.rows[-1]
+        counts = last.output_counts
+        if self._counts:
+            counts = Counter(counts)
+            counts[token_id] += 1
+        self.rows.append(
+            Row(
+                params=last.params,
+                position=last.position + 1,
+                output_counts=counts,
+                prompt_ids=last.prompt_ids,
+            )
+        )
+
+    def cut(self, num_drafts: int) -> None:
+        """Keeps the first drafts. Raw confidences stay: what was cut is part of the record."""
+        del self.token_ids[num_drafts:]
+        if self.laws is not None:
+            del self.laws[num_drafts:]
+        del self.rows[num_drafts + 1 :]
+
+    @property
+    def step_ids(self) -> list[int]:
+        """What the model is to see: the last token, then the drafts."""
+        return [self.request.output_ids[-1], *self.token_ids]
+
+
+class BlockTarget:
+    """The target behind the drafts of one block (`spec.protocol.Target`)."""
+
+    def __init__(self, sampler: Sampler, rows: Sequence[Row], logits_RV: Tensor, tops: list[Top]):
+        self._sampler, self._rows, self._logits, self._tops = sampler, rows, logits_RV, tops
+        self.error: str | None = None
+        """Why there was no law or pick."""
+
+    def pick(self, i: int) -> int | None:
+        """Plain decoding's choice after i drafts."""
+        choice = self._sampler.choose(self._logits[i], self._rows[i], self._tops[i])
+        self.error = choice.error
+        return None if choice.error is not None else choice.token_id
+
+    def law(self, i: int) -> Law:
+        """The law that plain decoding draws from after i drafts; NaN where there is none."""
+        row = self._rows[i]
+        self.error = unusable(row, self._tops[i])
+        if self.error is None:
+            law_V = law(scores(self._logits[i], row), greedy=row.params.temperature == 0.0)
+            if is_law(law_V):
+                return law_V
+            self.error = nothing_allowed(row)
+        return np.full(self._sampler.vocab_size, np.nan)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a block appends, and why there is no more if that is an error."""
+
+    choices: tuple[Choice, ...]
+    num_accepted: int
+    error: str | None = None
+
+
+Observer = Callable[[Block, Proposal, BlockTarget, Verdict], None]
+"""Sees every verified block (measurements and tests)."""
+
+
+class Speculator:
+    """Drafting and verification for one engine. Only the engine's thread calls it."""
+
+    def __init__(self, runner: Any, sampler: Sampler, options: Speculation) -> None:
+        self._runner: DraftingRunner = runner
+        self._sampler = sampler
+        self.options = options
+        self.block_size: int = getattr(runner, "block_size", 0)
+        self.observer: Observer | None = None
+        self._greedy: Schedule
+        self._sampled: Schedule
+        self._greedy = self._sampled = options.schedule or FixedSchedule(num_drafts=self.block_size)
+        self._by_cost = options.schedule is None and options.costs is not None
+        if self._by_cost and options.costs is not None:
+            self._greedy = CostSchedule(table=options.costs.verify)
+            self._sampled = CostSchedule(table=options.costs.sampled())
+
+    def settle(self, request: Request) -> None:
+        """Chooses a new request's rule. At temperature 0 all rules give the same text, and coupled
+        needs no laws."""
+        asked = request.source.speculation.rule or self.options.rule
+        request.rule = "coupled" if request.source.sampling.temperature == 0.0 else asked
+
+    # ---- drafting --------------------------------------------------------------------------
+
+    def propose(self, requests: Sequence[Request]) -> list[Block]:
+        """A block for each request, with the drafts that this step is to verify.
+
+        Never raises: a drafter that fails costs the drafts.
+        """
+        blocks = [Block(request) for request in requests]
+        wanting = [block for block in blocks if self._most_drafts(block.request)]
+        if self._by_cost:
+            wanting = [block for block in wanting if block.request.gate.wants_draft()]
+        if wanting:
+            for block, rows in self._begin(wanting):
+                try:
+                    self._fill(block, rows)
+                except Exception:
+                    # What was drafted before stands: each draft is complete with its law.
+                    logger.warning("drafting failed at %d", block.start, exc_info=True)
+            for block in wanting:
+                block.num_drafted = len(block.token_ids)
+            self._schedule(blocks)
+        return blocks
+
+    def _most_drafts(self, request: Request) -> int:
+        asked = request.source.speculation.num_drafts
+        most = self.block_size if asked is None else min(asked, self.block_size)
+        # The step appends one token more than it accepts.
+        return min(most, request.num_left - 1)
+
+    def _begin(self, blocks: Sequence[Block]) -> list[tuple[Block, DraftRows]]:
+        batch = [(b.request.handle, b.request.output_ids[-1]) for b in blocks]
+        try:
+            return list(zip(blocks, self._runner.draft(batch), strict=True))
+        except Exception as error:
+            if len(blocks) > 1:
+                return [pair for block in blocks for pair in self._begin([block])]
+            logger.warning("no drafts for %s: %s", blocks[0].request.request_id, error)
+            return []
+
+    def _fill(self, block: Block, drafts: DraftRows) -> None:
+        request = block.request
+        stops = request.source.stop_token_ids
+        dice = KeyedDice(request.source.sampling.seed, block.start)
+        previous = request.output_ids[-1]
+        for i in range(min(len(drafts), self._most_drafts(request))):
+            logits_V, raw = drafts.refine(i, previous)
+            row = block.rows[-1]
+            top = self._sampler.tops(logits_V.unsqueeze(0))[0]
+            if not math.isfinite(top[0]):
+                break
+            law_V = None
+            if block.laws is None:
+                choice = self._sampler.choose(logits_V, row, top)
+                if choice.error is not None:
+                    break
+                previous = choice.token_id
+            else:
+                law_V = law(scores(logits_V, row))
+                if not is_law(law_V):
+                    break
+                previous = dice.draft(row.position, law_V)
+            block.extend(previous, raw, law_V)
+            if previous in stops:
+                break  # known from drafts that stay, so a legal end of the block
+
+    def _schedule(self, blocks: Sequence[Block]) -> None:
+        """Cuts every block's drafts to what is worth verifying, all requests in one choice."""
+        sampled = any(b.request.source.sampling.temperature for b in blocks)
+        schedule = self._sampled if sampled else self._greedy
+        confidences = [self._confidences(block) for block in blocks]
+        most = max(MAX_STEP_ROWS, len(blocks))
+        if isinstance(schedule, CostSchedule):
+            load = float(sum(b.start for b in blocks))
+            allocation = schedule.allocate(
+                confidences,
+                max_rows=most,
+                load=load,
+                rate=self._rate(blocks, load),
+                spent_ms=self._draft_ms(blocks),
+            )
+        else:
+            allocation = schedule.allocate(confidences, max_rows=most)
+        for block, num_drafts in zip(blocks, allocation.num_drafts, strict=True):
+            block.cut(num_drafts)
+
+    def _confidences(self, block: Block) -> tuple[float, ...]:
+        calibration = self.options.calibrations.get(block.request.rule) or Calibration()
+        return calibration.apply(block.raw)
+
+    def _rate(self, blocks: Sequence[Block], load: float) -> float:
+        """Tokens per ms that these requests reach together, from what each reached lately."""
+        assert self.options.costs is not None
+        plain = 1.0 / self.options.costs.verify.step_ms(len(blocks), load)
+        return sum(b.request.meter.rate or plain for b in blocks)
+
+    def _draft_ms(self, blocks: Sequence[Block]) -> float:
+        costs = self.options.costs
+        drafting = [b for b in blocks if b.num_drafted]
+        if costs is None or not drafting:
+            return 0.0
+        sampled = sum(b.num_drafted for b in drafting if b.request.source.sampling.temperature)
+        return costs.draft.step_ms(len(drafting)) + sampled * costs.sampled_draft
+
+    # ---- verification ----------------------------------------------------------------------
+
+    def judge(self, block: Block, logits_RV: Tensor) -> Outcome:
+        """What the block appends to its request. logits [drafts + 1, V]."""
+        request = block.request
+        tops = self._sampler.tops(logits_RV)
+        if not all(math.isfinite(value) for value, _ in tops):
+            # Perhaps behind a draft that falls, yet the sequence's memory has held it.
+            request.tainted = True
+        target = BlockTarget(self._sampler, block.rows, logits_RV, tops)
+        if block.token_ids or self.observer is not None:
+            proposal = Proposal(
+                start=block.start,
+                token_ids=tuple(block.token_ids),
+                laws=block.laws,
+                confidences=self._confidences(block)[: len(block.token_ids)],
+            )
+            dice = KeyedDice(request.source.sampling.seed, block.start)
+            rule: Rule = request.rule if block.token_ids else "coupled"
+            verdict = verify(rule, proposal, target, dice)
+            if self.observer is not None:
+                self.observer(block, proposal, target, verdict)
+            token_ids, num_accepted = verdict.tokens(proposal), verdict.num_accepted
+            missing = verdict.next_token is None
+        else:
+            # Without drafts a step is plain, and so is its noise.
+            token_id = target.pick(0)
+            token_ids, num_accepted = (() if token_id is None else (token_id,)), 0
+            missing = token_id is None
+        num_top = request.source.sampling.logprobs
+        choices = tuple(
+            Choice(
+                token_id=token_id,
+                logprob=None if num_top is None else logprobs(logits_RV[i], token_id, num_top),
+            )
+            for i, token_id in enumerate(token_ids)
+        )
+        return Outcome(
+            choices=choices,
+            num_accepted=num_accepted,
+            error=target.error if missing else None,
+        )
+
+    def commit(self, block: Block, num_accepted: int) -> None:
+        """Takes back the drafts that fell."""
+        self._runner.commit(block.request.handle, block.start + num_accepted)
+
+    def learn(self, blocks: Sequence[Block], accepted: Sequence[int], ms: float) -> None:
+        """Takes the results of a step to the records, the rate and the gate of each request.
+
+        `ms`: the whole step as measured. Gate and rate reckon in the cost table's milliseconds, so
+        that a busy moment of the machine does not look like a bad draft.
+        """
+        for block, num_accepted in zip(blocks, accepted, strict=True):
+            record = block.request.record
+            record.ms += ms
+            record.drafted_steps += block.num_drafted > 0
+            record.drafts += block.num_drafted
+            record.verified += len(block.token_ids)
+            record.histogram[num_accepted] += 1
+        if not self._by_cost or self.options.costs is None:
+            return
+        sampled = any(b.request.source.sampling.temperature for b in blocks)
+        table = self.options.costs.sampled() if sampled else self.options.costs.verify
+        load = float(sum(b.start for b in blocks))
+        verified = sum(len(b.token_ids) for b in blocks)
+        plain_ms = table.step_ms(len(blocks), load)
+        step_ms = table.step_ms(len(blocks) + verified, load)
+        draft_ms = self._draft_ms(blocks)
+        drafting = sum(b.num_drafted > 0 for b in blocks)
+        for block, num_accepted in zip(blocks, accepted, strict=True):
+            block.request.meter.add(1 + num_accepted, step_ms + draft_ms)
+            if block.num_drafted:
+                extra = (step_ms - plain_ms) * len(block.token_ids) / max(1, verified)
+                own = plain_ms / len(blocks)
+                block.request.gate.record(1 + num_accepted, own + extra + draft_ms / drafting, own)
