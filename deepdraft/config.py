@@ -40,7 +40,7 @@ class EngineConfig:
     prefill_chunk: int = 256
     """Prompt tokens between two looks at cancellations and at other requests."""
     threads: int | None = None
-    """CPU threads of one operator; None: torch's own choice."""
+    """CPU threads of one operator; None: 1 for a model under 1 GB, else torch's own choice."""
     accept_keys: tuple[str, ...] = ()
     """Paths of unknown config.json keys to accept, e.g. text_config.my_key."""
 

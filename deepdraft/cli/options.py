@@ -35,7 +35,12 @@ def engine_options(command: Decorated) -> Decorated:
         click.option(
             "--max-context", type=int, metavar="TOKENS", help="Prompt and answer together."
         ),
-        click.option("--threads", type=int, metavar="N", help="CPU threads of one operator."),
+        click.option(
+            "--threads",
+            type=int,
+            metavar="N",
+            help="CPU threads of one operator [small models: 1].",
+        ),
         click.option(
             "--accept-key",
             "accept_keys",

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from deepdraft.checkpoint.writer import write_checkpoint
 from deepdraft.config import EngineConfig
@@ -126,6 +127,16 @@ def test_broken_checkpoints_say_what_is_broken(copied: Path, tmp_path: Path) -> 
     (copied / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         load_engine(copied, OPTIONS)
+
+
+def test_a_small_model_runs_on_one_thread_unless_told(checkpoint: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        for asked, expected in ((None, 1), (2, 2)):
+            load_engine(checkpoint, EngineConfig(max_context=128, threads=asked))
+            assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_an_unknown_key_is_refused_unless_named(copied: Path) -> None:
