@@ -71,7 +71,7 @@ class DecoderArgs:
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
-    bos_token_id: int | None
+    bos_token_id: int
     eos_token_id: int
     pad_token_id: int | None
 

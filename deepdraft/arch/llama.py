@@ -12,8 +12,6 @@ class LlamaArgs(DecoderArgs):
     intermediate_size: int
     num_key_value_heads: int
     head_dim: int
-    attention_bias: bool
-    mlp_bias: bool
     rope: Rope
 
     @property

@@ -21,7 +21,6 @@ class MlaArgs(DecoderArgs):
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-    attention_bias: bool
     rope: Rope
     rope_interleave: bool
     """Rotary pairs are adjacent elements; otherwise element k pairs with k + half."""

@@ -5,43 +5,24 @@ values contradict each other. Every message has the key's path, the value and wh
 Knows nothing of: tensors, torch, files other than config.json.
 """
 
-import json
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from deepdraft.arch import V41Args
 from deepdraft.checkpoint.rules import check_args
-from deepdraft.errors import ConfigError
+from deepdraft.checkpoint.section import (
+    ACCEPTED_KEYS,
+    MAX_CONFIG_BYTES,
+    MAX_INT,
+    Section,
+    read_config,
+    refuse_unknown,
+)
 
-MAX_CONFIG_BYTES = 1 << 20
-_MAX_INT = 1 << 24
+__all__ = ["ACCEPTED_KEYS", "MAX_CONFIG_BYTES", "load_args", "parse_args", "read_config"]
+
 _MAX_ENGRAM_ROWS = 1 << 40
-_MAX_LIST = 4096
-
-ACCEPTED_KEYS: dict[str, str] = {
-    "dtype": "storage types are read from the files",
-    "torch_dtype": "storage types are read from the files",
-    "transformers_version": "which release wrote the file",
-    "_name_or_path": "where the file came from",
-    "_attn_implementation": "another program's kernel choice",
-    "_commit_hash": "which revision the file came from",
-    "auto_map": "remote code, which is never run",
-    "use_cache": "a state is always kept",
-    "initializer_range": "training only",
-    "attention_dropout": "training only",
-    "pretraining_tp": "training only",
-    "output_attentions": "another program's outputs",
-    "output_hidden_states": "another program's outputs",
-    "return_dict": "another program's outputs",
-    "is_encoder_decoder": "not a setting of this architecture",
-    "chunk_size_feed_forward": "another program's memory setting",
-    "id2label": "classification heads only",
-    "label2id": "classification heads only",
-    "problem_type": "classification heads only",
-}
-"""Keys of any section that cannot change the forward pass, and why. Their values are not read."""
 
 _VISION_INTS = (
     "num_hidden_layers",
@@ -56,117 +37,6 @@ _VISION_INTS = (
 )
 
 
-class _Section:
-    """One JSON object of the file; remembers which of its keys were read."""
-
-    def __init__(self, values: object, path: str) -> None:
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path or 'config.json'} must be a JSON object, got {_show(values)}")
-        self.values: dict[str, Any] = values
-        self.path = path
-        self.read: set[str] = set()
-
-    def where(self, key: str) -> str:
-        return f"{self.path}.{key}" if self.path else key
-
-    def has(self, key: str) -> bool:
-        return self.values.get(key) is not None
-
-    def value(self, key: str) -> Any:
-        self.read.add(key)
-        if key not in self.values:
-            raise ConfigError(f"{self.where(key)} is missing; a DeepSeek-V4.1 config.json sets it")
-        return self.values[key]
-
-    def section(self, key: str) -> "_Section":
-        return _Section(self.value(key), self.where(key))
-
-    def integer(self, key: str, *, low: int = 0, high: int = _MAX_INT) -> int:
-        return self._integer(self.value(key), self.where(key), low, high)
-
-    def integers(
-        self, key: str, *, low: int = 0, high: int = _MAX_INT, max_len: int = _MAX_LIST
-    ) -> tuple[int, ...]:
-        values = self.value(key)
-        if not isinstance(values, list) or len(values) > max_len:
-            raise ConfigError(
-                f"{self.where(key)} must be a list of at most {max_len} integers, "
-                f"got {_show(values)}"
-            )
-        return tuple(
-            self._integer(v, f"{self.where(key)}[{i}]", low, high) for i, v in enumerate(values)
-        )
-
-    def number(self, key: str, *, low: float = 0.0, above: bool = False) -> float:
-        value = self.value(key)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{self.where(key)} must be a number, got {_show(value)}")
-        if not math.isfinite(value) or value < low or (above and value == low):
-            rule = f"above {low:g}" if above else f"at least {low:g}"
-            raise ConfigError(f"{self.where(key)} must be finite and {rule}, got {_show(value)}")
-        return float(value)
-
-    def fixed(self, key: str, *supported: object) -> None:
-        """The key must hold one of `supported`: the only behaviours that are built."""
-        value = self.value(key)
-        if not any(type(value) is type(s) and value == s for s in supported):
-            names = " or ".join(_show(s) for s in supported)
-            raise ConfigError(
-                f"{self.where(key)} = {_show(value)} is not supported; supported: {names}"
-            )
-
-    def unknown(self) -> list[str]:
-        return [
-            self.where(key)
-            for key in self.values
-            if key not in self.read and key not in ACCEPTED_KEYS
-        ]
-
-    def _integer(self, value: object, where: str, low: int, high: int) -> int:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(f"{where} must be an integer, got {_show(value)}")
-        if not low <= value <= high:
-            raise ConfigError(f"{where} must be in {low}..{high}, got {value}")
-        return value
-
-
-def _show(value: object) -> str:
-    text = json.dumps(value, default=repr, ensure_ascii=True)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _reject_constant(name: str) -> float:
-    raise ConfigError(f"config.json holds {name}, which is not a JSON number")
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        names = [key for key, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ConfigError(f"config.json sets {', '.join(twice)} twice in one object")
-    return values
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`, a file of at most 1 MiB without repeated keys."""
-    try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ConfigError(f"{path} is larger than {MAX_CONFIG_BYTES} bytes")
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text: {error}") from error
-    try:
-        values = json.loads(text, parse_constant=_reject_constant, object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold a JSON object, got {_show(values)}")
-    return values
-
-
 def load_args(path: Path, *, accept_unknown: Iterable[str] = ()) -> V41Args:
     """`V41Args` of a config.json file. Raises ConfigError."""
     return parse_args(read_config(path), accept_unknown=accept_unknown)
@@ -178,7 +48,7 @@ def parse_args(config: dict[str, Any], *, accept_unknown: Iterable[str] = ()) ->
     Every key is read, listed in `ACCEPTED_KEYS`, or refused; `accept_unknown` names key paths
     (`text_config.some_key`) that may pass unread. Raises ConfigError.
     """
-    top = _Section(config, "")
+    top = Section(config, "", "a DeepSeek-V4.1")
     top.fixed("model_type", "deepseek_v41")
     if top.has("architectures"):
         top.fixed("architectures", ["DeepseekV41ForCausalLM"])
@@ -193,32 +63,12 @@ def parse_args(config: dict[str, Any], *, accept_unknown: Iterable[str] = ()) ->
         sections.append(section)
         vision = _vision(section)
     args = V41Args(vision=vision, **_special_tokens(top), **_sizes(text), **_rope(text, rope))
-    _refuse_unknown(sections, frozenset(accept_unknown))
+    refuse_unknown(sections, frozenset(accept_unknown))
     check_args(args)
     return args
 
 
-def _refuse_unknown(sections: list[_Section], accepted: frozenset[str]) -> None:
-    unknown = [path for section in sections for path in section.unknown()]
-    refused = [path for path in unknown if path not in accepted]
-    if refused:
-        shown = ", ".join(
-            f"{path} = {_show(_lookup(sections[0].values, path))}" for path in refused[:8]
-        )
-        more = f" and {len(refused) - 8} more" if len(refused) > 8 else ""
-        raise ConfigError(
-            f"config.json has keys that are not known and might change the model: {shown}{more}; "
-            "accept them by name if they cannot (accept_unknown, --accept-key)"
-        )
-
-
-def _lookup(values: dict[str, Any], path: str) -> Any:
-    for key in path.split("."):
-        values = values[key]
-    return values
-
-
-def _check_quantization(top: _Section) -> list[_Section]:
+def _check_quantization(top: Section) -> list[Section]:
     quant = top.section("quantization_config")
     quant.fixed("quant_method", "fp8")
     quant.fixed("activation_scheme", "dynamic")
@@ -230,7 +80,7 @@ def _check_quantization(top: _Section) -> list[_Section]:
     return [quant]
 
 
-def _check_fixed_behaviour(text: _Section, rope: _Section) -> None:
+def _check_fixed_behaviour(text: Section, rope: Section) -> None:
     text.fixed("model_type", "deepseek_v41_text")
     text.fixed("num_key_value_heads", 1)
     text.fixed("n_shared_experts", 1)
@@ -245,7 +95,7 @@ def _check_fixed_behaviour(text: _Section, rope: _Section) -> None:
         rope.fixed("type", "yarn")
 
 
-def _special_tokens(top: _Section) -> dict[str, Any]:
+def _special_tokens(top: Section) -> dict[str, Any]:
     return {
         "bos_token_id": top.integer("bos_token_id"),
         "eos_token_id": top.integer("eos_token_id"),
@@ -254,12 +104,12 @@ def _special_tokens(top: _Section) -> dict[str, Any]:
     }
 
 
-def _optional_int(section: _Section, key: str) -> int | None:
+def _optional_int(section: Section, key: str) -> int | None:
     section.read.add(key)
     return section.integer(key) if section.has(key) else None
 
 
-def _sizes(text: _Section) -> dict[str, Any]:
+def _sizes(text: Section) -> dict[str, Any]:
     positive = {
         name: text.integer(name, low=1)
         for name in (
@@ -300,8 +150,8 @@ def _sizes(text: _Section) -> dict[str, Any]:
             ("engram_max_ngram_size", 2, 16),
             ("engram_vocab_size", 2, 1 << 28),
             ("candidate_source_layer_id", 0, 1023),
-            ("engram_pad_token_id", 0, _MAX_INT),
-            ("dspark_noise_token_id", 0, _MAX_INT),
+            ("engram_pad_token_id", 0, MAX_INT),
+            ("dspark_noise_token_id", 0, MAX_INT),
         )
     }
     lists = {
@@ -329,7 +179,7 @@ def _sizes(text: _Section) -> dict[str, Any]:
     }
 
 
-def _rope(text: _Section, rope: _Section) -> dict[str, Any]:
+def _rope(text: Section, rope: Section) -> dict[str, Any]:
     return {
         "rope_theta": text.number("rope_theta", low=1.0, above=True),
         "compress_rope_theta": text.number("compress_rope_theta", low=1.0, above=True),
@@ -340,7 +190,7 @@ def _rope(text: _Section, rope: _Section) -> dict[str, Any]:
     }
 
 
-def _vision(vision: _Section) -> tuple[tuple[str, int], ...]:
+def _vision(vision: Section) -> tuple[tuple[str, int], ...]:
     """Sizes of the vision tower; empty where the tower has no layers (text-only checkpoint)."""
     vision.read.add("max_wh_ratio")
     vision.read.add("model_type")

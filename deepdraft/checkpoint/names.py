@@ -12,12 +12,29 @@ from typing import Literal
 
 from deepdraft.arch import V41Args
 
-Format = Literal["bf16", "f32", "fp8_tile", "fp8_row", "mxfp4", "scale"]
+Format = Literal[
+    "bf16",
+    "f16",
+    "f32",
+    "fp8_tile",
+    "fp8_row",
+    "fp8_block",
+    "mxfp4",
+    "scale",
+    "block_scale",
+    "i32",
+    "i64",
+    "plain",
+    "weight",
+    "ids",
+]
 """How values are stored. `fp8_tile`: E4M3 with one E8M0 scale per 32x32 tile; `fp8_row`: E4M3 with
-one per 32 along the row; `mxfp4`: two E2M1 a byte with one per 32 along the row; `scale`: the E8M0
-bytes of the weight of the same stem."""
+one per 32 along the row; `fp8_block`: E4M3 with one scale per 128x128 block; `mxfp4`: two E2M1 a
+byte with one per 32 along the row; `scale`: the E8M0 bytes of a weight; `block_scale`: F32 factors
+of an `fp8_block` weight. `plain`, `weight` and `ids` are not known before the files are read
+(`deepdraft.checkpoint.resolve`)."""
 
-Module = Literal["text", "drafter", "vision"]
+Module = Literal["text", "drafter", "vision", "mtp", "derived"]
 
 STORED_DTYPES: dict[Format, tuple[str, ...]] = {
     "bf16": ("BF16",),
@@ -26,12 +43,22 @@ STORED_DTYPES: dict[Format, tuple[str, ...]] = {
     "fp8_row": ("F8_E4M3",),
     "mxfp4": ("I8", "U8"),
     "scale": ("F8_E8M0", "U8"),
+    "f16": ("F16",),
+    "fp8_block": ("F8_E4M3",),
+    "block_scale": ("F32",),
+    "i32": ("I32",),
+    "i64": ("I64",),
+    "plain": ("BF16", "F16", "F32"),
+    "weight": ("BF16", "F16", "F32", "F8_E4M3"),
+    "ids": ("I64", "I32"),
 }
 """Safetensors dtypes in which a format may be stored; the first one is written."""
 
 SKIP_RULES: dict[str, str] = {
     "vision": "the vision tower (vision.*, aligner.*, image_*) stays unread: image input is not "
-    "supported yet"
+    "supported yet",
+    "mtp": "the next-token prediction layers stay unread: no drafter is built for them yet",
+    "derived": "rotary frequencies are computed from config.json, stored copies stay unread",
 }
 """Modules whose tensors are checked but never read, and why."""
 
@@ -42,6 +69,14 @@ _ITEM_BYTES: dict[Format, int] = {
     "fp8_row": 1,
     "mxfp4": 1,
     "scale": 1,
+    "f16": 2,
+    "fp8_block": 1,
+    "block_scale": 4,
+    "i32": 4,
+    "i64": 8,
+    "plain": 2,
+    "weight": 2,
+    "ids": 8,
 }
 _GROUP = 32
 
@@ -57,6 +92,10 @@ class Entry:
     group: str
     """Row of the parameter table (architecture notes 1.3)."""
     module: Module
+    scale: str | None = None
+    """Name of its scale tensor where that is not the weight's stem and `scale`."""
+    optional: str = ""
+    """Entries of one such label may be absent together."""
 
     @property
     def dtype(self) -> str:
@@ -70,7 +109,7 @@ class Entry:
     @property
     def num_params(self) -> int:
         """Parameters it holds; 0 for scales, two a byte for `mxfp4`."""
-        if self.format == "scale":
+        if self.format in ("scale", "block_scale"):
             return 0
         return prod(self.shape) * (2 if self.format == "mxfp4" else 1)
 
@@ -84,6 +123,8 @@ class Entry:
     @property
     def scale_name(self) -> str | None:
         """Name of its scale tensor, None for formats without one."""
+        if self.scale is not None:
+            return self.scale
         if self.format in ("fp8_tile", "fp8_row", "mxfp4"):
             return f"{self.name.removesuffix('weight')}scale"
         return None

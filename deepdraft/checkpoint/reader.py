@@ -9,15 +9,17 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepdraft.arch import V41Args
-from deepdraft.checkpoint.config import load_args
-from deepdraft.checkpoint.names import SKIP_RULES, Entry, tensor_table
-from deepdraft.checkpoint.shards import Nearest, Stored, locate_tensors
+from deepdraft.arch import ModelArgs
+from deepdraft.checkpoint.families import load_model_args, model_table
+from deepdraft.checkpoint.names import SKIP_RULES, Entry
+from deepdraft.checkpoint.shards import Nearest, Stored, check_headers, read_headers
 from deepdraft.errors import CheckpointError
+from deepdraft.quant.blocks import BLOCK, dequantize_fp8_block
 from deepdraft.quant.formats import (
     GROUP,
     dequantize_fp8_row,
@@ -32,8 +34,17 @@ _DEQUANTIZE = {
     "fp8_tile": dequantize_fp8_tile,
     "fp8_row": dequantize_fp8_row,
     "mxfp4": dequantize_mxfp4,
+    "fp8_block": dequantize_fp8_block,
 }
-_VIEWS = {"bf16": torch.bfloat16, "f32": torch.float32}
+_ROWS_PER_SCALE = {"fp8_tile": GROUP, "fp8_block": BLOCK}
+_VIEWS = {
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "f32": torch.float32,
+    "block_scale": torch.float32,
+    "i32": torch.int32,
+    "i64": torch.int64,
+}
 
 
 @dataclass(slots=True)
@@ -52,10 +63,11 @@ class Checkpoint:
     """An opened checkpoint directory whose tensors are all accounted for."""
 
     def __init__(
-        self, path: Path, args: V41Args, table: dict[str, Entry], stored: dict[str, Stored]
+        self, path: Path, args: ModelArgs, table: dict[str, Entry], stored: dict[str, Stored]
     ) -> None:
         self.path = path
-        self.args = args
+        self.args: Any = args
+        """A `ModelArgs`. Callers know the family, or ask `models.model_class`."""
         self.table = table
         self._stored = stored
 
@@ -74,9 +86,10 @@ class Checkpoint:
         config = path / "config.json"
         if not config.is_file():
             raise CheckpointError(f"{path} has no config.json; is it a checkpoint's directory?")
-        args = load_args(config, accept_unknown=accept_unknown)
-        table = tensor_table(args)
-        return cls(path, args, table, locate_tensors(path, table))
+        args = load_model_args(config, accept_unknown=accept_unknown)
+        found = read_headers(path)
+        table = model_table(args, found.stored)
+        return cls(path, args, table, check_headers(found, table))
 
     @property
     def tokenizer_file(self) -> Path:
@@ -108,7 +121,8 @@ class Checkpoint:
             out = torch.empty(shape, dtype=dtype)
         assert tuple(out.shape) == shape, f"{name}: {tuple(out.shape)} is not {shape}"
         rows = shape[0]
-        step = max(1, _CHUNK_VALUES * rows // max(1, out.numel()) // GROUP) * GROUP
+        unit = BLOCK if entry.format == "fp8_block" else GROUP
+        step = max(1, _CHUNK_VALUES * rows // max(1, out.numel()) // unit) * unit
         for start in range(0, rows, step):
             stop = min(start + step, rows)
             chunk = out[start:stop]
@@ -131,7 +145,7 @@ class Checkpoint:
         if entry is None:
             hint = Nearest(self.table).hint(name, "names")
             raise CheckpointError(f"{self.path} has no tensor {name}{hint}")
-        if entry.format == "scale":
+        if entry.format in ("scale", "block_scale"):
             raise CheckpointError(f"{name} is read together with its weight; ask for the weight")
         if entry.module in SKIP_RULES:
             raise CheckpointError(f"{name} is not read: {SKIP_RULES[entry.module]}")
@@ -155,7 +169,7 @@ class Checkpoint:
             out.copy_(values)
             return
         scale = self.table[entry.scale_name]
-        per_row = GROUP if entry.format == "fp8_tile" else 1
+        per_row = _ROWS_PER_SCALE.get(entry.format, 1)
         scales = self._map_rows(scale, start // per_row, -(-stop // per_row))
         out.copy_(_DEQUANTIZE[entry.format](values, scales, out.dtype))
 

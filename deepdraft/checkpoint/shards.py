@@ -8,7 +8,7 @@ import difflib
 import json
 import struct
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -166,7 +166,7 @@ def find_shards(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
     index = directory / INDEX_NAME
     if not index.is_file():
         if not files:
-            raise CheckpointError(f"{directory} holds no .safetensors file")
+            raise CheckpointError(f"{directory} holds no .safetensors file{_old_files(directory)}")
         if len(files) > 1:
             raise CheckpointError(
                 f"{directory} holds {len(files)} .safetensors files but no {INDEX_NAME}; "
@@ -193,6 +193,21 @@ def find_shards(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
     return [directory / name for name in names], weight_map
 
 
+def _old_files(directory: Path) -> str:
+    """What to say of the files that were used before safetensors."""
+    old = sorted(p.name for p in directory.glob("*.bin")) + sorted(
+        p.name for pattern in ("*.pt", "*.pth") for p in directory.glob(pattern)
+    )
+    if not old:
+        return ""
+    return (
+        f", but {old[0]}: files of that kind are pickles, which can run code when they are read, "
+        "so they are refused; fetch the model's safetensors files, or convert these in a sandbox "
+        "with torch.load(file, weights_only=True) and safetensors.torch.save_file "
+        "(docs/families.md has the few lines)"
+    )
+
+
 def _read_index(path: Path) -> dict[str, str]:
     try:
         if path.stat().st_size > _MAX_INDEX_BYTES:
@@ -210,12 +225,19 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def locate_tensors(directory: Path, table: Mapping[str, Entry]) -> dict[str, Stored]:
-    """Place of every tensor of `table`; the files must hold these tensors and no others.
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the files of a directory hold, by their headers."""
 
-    Raises one CheckpointError that lists what is missing, left over, stored twice, of wrong shape
-    or dtype, or elsewhere than the index says, with the nearest names.
-    """
+    directory: Path
+    stored: dict[str, Stored]
+    twice: list[str]
+    """Remarks on names that lie in two shards."""
+    weight_map: dict[str, str] | None
+
+
+def read_headers(directory: Path) -> Found:
+    """Every tensor of a checkpoint directory. Raises CheckpointError for files that are damaged."""
     shards, weight_map = find_shards(directory)
     stored: dict[str, Stored] = {}
     twice: list[str] = []
@@ -224,19 +246,40 @@ def locate_tensors(directory: Path, table: Mapping[str, Entry]) -> dict[str, Sto
             if name in stored:
                 twice.append(f"{name} is in {stored[name].shard.name} and {shard.name}")
             stored.setdefault(name, place)
+    return Found(directory, stored, twice, weight_map)
+
+
+def locate_tensors(directory: Path, table: Mapping[str, Entry]) -> dict[str, Stored]:
+    """Place of every tensor of `table`; the files must hold these tensors and no others.
+
+    Raises one CheckpointError that lists what is missing, left over, stored twice, of wrong shape
+    or dtype, or elsewhere than the index says, with the nearest names.
+    """
+    return check_headers(read_headers(directory), table)
+
+
+def check_headers(
+    found: Found, table: Mapping[str, Entry], unread: Collection[str] = ()
+) -> dict[str, Stored]:
+    """`locate_tensors` of headers that were read before; `unread` names tensors that may be there
+    in any form."""
+    stored = {name: place for name, place in found.stored.items() if name not in unread}
+    weight_map = found.weight_map
     problems = {
         **_name_problems(table, stored),
-        "stored twice": twice,
+        "stored twice": found.twice,
         **_form_problems(table, stored),
-        "index": _index_problems(weight_map, stored) if weight_map is not None else [],
+        "index": _index_problems(weight_map, found.stored) if weight_map is not None else [],
     }
     count = sum(map(len, problems.values()))
     if count:
-        lines = [f"{directory} does not hold the tensors of its config.json ({count} problems):"]
-        for kind, found in problems.items():
-            lines += [f"  {kind}: {problem}" for problem in found[:_MAX_LISTED]]
-            if len(found) > _MAX_LISTED:
-                lines.append(f"  {kind}: {len(found) - _MAX_LISTED} more")
+        lines = [
+            f"{found.directory} does not hold the tensors of its config.json ({count} problems):"
+        ]
+        for kind, remarks in problems.items():
+            lines += [f"  {kind}: {remark}" for remark in remarks[:_MAX_LISTED]]
+            if len(remarks) > _MAX_LISTED:
+                lines.append(f"  {kind}: {len(remarks) - _MAX_LISTED} more")
         raise CheckpointError("\n".join(lines))
     return stored
 

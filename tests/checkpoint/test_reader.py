@@ -303,7 +303,7 @@ def test_vision_tensors_are_checked_and_skipped(tmp_path):
 
 
 def test_text_only_checkpoint_skips_nothing(pristine):
-    assert Checkpoint.open(pristine).skipped == {"vision": []}
+    assert Checkpoint.open(pristine).skipped == {"vision": [], "mtp": [], "derived": []}
 
 
 # Damaged files

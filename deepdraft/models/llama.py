@@ -1,0 +1,106 @@
+"""Llama-like models: DeepSeek-LLM, DeepSeek-Coder (docs/families.md, section Llama).
+
+Grouped-query attention with rotary positions over the whole head (element k pairs with k + half),
+and a gated MLP. Every KV head serves `heads / kv_heads` query heads that follow each other.
+
+Letters: R rows, D hidden, H query heads, K KV heads, G = H / K, C head channels, N keys.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepdraft.arch import LlamaArgs
+from deepdraft.models.decoder import DecoderModel, GatedMlp, Record, residual_block
+from deepdraft.models.layers import Weights
+from deepdraft.models.sequence import StateKind, StepRows
+from deepdraft.ops.blocked import blocked_attention
+from deepdraft.ops.elementwise import rotate
+from deepdraft.ops.rope import RopeTable
+
+Turn = tuple[Tensor, Tensor, Tensor]
+
+
+class Attention:
+    """One layer's attention over all tokens so far."""
+
+    def __init__(self, args: LlamaArgs, weights: Weights, layer: int) -> None:
+        prefix = f"model.layers.{layer}.self_attn"
+        self.layer, self.width = layer, args.head_dim
+        self.heads, self.kv_heads = args.num_attention_heads, args.num_key_value_heads
+        self.scale = args.head_dim**-0.5
+        self.w_qkv = weights.linear(*(f"{prefix}.{n}_proj.weight" for n in "qkv"))
+        self.w_o = weights.linear(f"{prefix}.o_proj.weight")
+
+    def __call__(self, u: Tensor, rows: StepRows, turn: Turn) -> Tensor:
+        """u [R, D], normed -> [R, D]."""
+        r, c, h, k = u.shape[0], self.width, self.heads, self.kv_heads
+        qkv = torch.mm(u, self.w_qkv).view(r, h + 2 * k, c)
+        cos, sin, swap = turn
+        turned = rotate(qkv[:, : h + k], cos.unsqueeze(1), sin.unsqueeze(1), swap)
+        kv = torch.cat([turned[:, h:], qkv[:, h + k :]], 1)
+        rows.write("kv", self.layer, kv.view(r, -1))
+        q = turned[:, :h].mul(self.scale)
+        out = [
+            self._attend(q[span.start : span.end], rows.past("kv", self.layer, span), bias)
+            for span, bias in zip(rows.spans, rows.causal, strict=True)
+        ]
+        return torch.mm(out[0] if len(out) == 1 else torch.cat(out), self.w_o)
+
+    def _attend(self, q: Tensor, past: Tensor, bias: Tensor) -> Tensor:
+        """q [R, H, C], past [N, 2 K C], bias [R, N] -> [R, H C]."""
+        r, k, c = q.shape[0], self.kv_heads, self.width
+        keys, values = past.view(-1, 2, k, c).unbind(1)
+        grouped = q.view(r, k, -1, c).transpose(0, 1).reshape(k, -1, c)  # rows of a head: R * G
+        group = grouped.shape[1] // r
+        o = blocked_attention(
+            grouped,
+            keys.permute(1, 2, 0).contiguous(),
+            values.transpose(0, 1),
+            bias if group == 1 else bias.repeat_interleave(group, 0),
+        )
+        return o.view(k, r, group, c).transpose(0, 1).reshape(r, -1)
+
+
+class Llama(DecoderModel):
+    """The model."""
+
+    args: LlamaArgs
+
+    def build(self) -> None:
+        args, weights = self.args, self.weights
+        self.rope = RopeTable(
+            args.rope,
+            dim=args.head_dim,
+            start=0,
+            width=args.head_dim,
+            pairing="half",
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self.blocks = [
+            (
+                Attention(args, weights, layer),
+                GatedMlp(weights, f"model.layers.{layer}.mlp"),
+                (
+                    weights.vector(f"model.layers.{layer}.input_layernorm.weight"),
+                    weights.vector(f"model.layers.{layer}.post_attention_layernorm.weight"),
+                ),
+            )
+            for layer in range(args.num_hidden_layers)
+        ]
+
+    def state_kinds(self) -> list[StateKind]:
+        args = self.args
+        width = 2 * args.num_key_value_heads * args.head_dim
+        return [StateKind("kv", "keys and values", args.num_hidden_layers, width)]
+
+    def layers(self, x: Tensor, rows: StepRows, record: Record | None) -> Tensor:
+        turn = self.rope.table(rows.position)
+        for layer, (attention, mlp, norms) in enumerate(self.blocks):
+            note = None if record is None else record.setdefault(f"L{layer}", {})
+            x = residual_block(
+                x, norms, self.eps, lambda u, f=attention: f(u, rows, turn), mlp, note
+            )
+        return x
