@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from deepdraft.errors import ConfigError
+from deepdraft.types import Rule
 
 Numerics = Literal["exact", "qsim", "quant"]
 Prefill = Literal["full", "encoder"]
+ScheduleName = Literal["cost", "threshold", "all"]
 
 
 def _require(ok: bool, name: str, value: object, rule: str) -> None:
@@ -39,19 +41,41 @@ class EngineConfig:
     """Requests that may wait; one more is answered 503."""
     prefill_chunk: int = 256
     """Prompt tokens between two looks at cancellations and at other requests."""
+    drafts: int | None = None
+    """Drafts of one sequence in a step at most; None: what its drafter was trained for; 0: none."""
+    rule: Rule = "coupled"
+    """How drafts are verified where a request does not say (docs/speculation.md)."""
+    schedule: ScheduleName = "cost"
+    """How many drafts are verified: by measured costs, by a threshold, or all."""
+    draft_threshold: float = 0.3
+    """The threshold, on the running product of confidences."""
+    cost_table: str | None = None
+    """A file of measured costs (`deepdraft bench costs`); None: measured at the start."""
     threads: int | None = None
     """CPU threads of one operator; None: 1 for a model under 1 GB, else torch's own choice."""
     accept_keys: tuple[str, ...] = ()
     """Paths of unknown config.json keys to accept, e.g. text_config.my_key."""
 
     def __post_init__(self) -> None:
-        for name, kind in (("numerics", Numerics), ("prefill", Prefill)):
+        for name, kind in (
+            ("numerics", Numerics),
+            ("prefill", Prefill),
+            ("rule", Rule),
+            ("schedule", ScheduleName),
+        ):
             value = getattr(self, name)
             choices = get_args(kind)
             _require(value in choices, f"engine.{name}", value, "one of " + ", ".join(choices))
         for name in ("max_running", "max_queue", "prefill_chunk"):
             value = getattr(self, name)
             _require(_is_int(value) and value >= 1, f"engine.{name}", value, "an integer >= 1")
+        ok = self.drafts is None or (_is_int(self.drafts) and self.drafts >= 0)
+        _require(ok, "engine.drafts", self.drafts, "an integer >= 0, or absent")
+        value = self.draft_threshold
+        ok = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
+        _require(ok, "engine.draft_threshold", value, "a number from 0 to 1")
+        ok = self.cost_table is None or (isinstance(self.cost_table, str) and bool(self.cost_table))
+        _require(ok, "engine.cost_table", self.cost_table, "a file name, or absent")
         for name in ("max_context", "threads"):
             value = getattr(self, name)
             ok = value is None or (_is_int(value) and value >= 1)

@@ -13,6 +13,7 @@ import click
 
 from deepdraft.cli.backend import Backend, Json, LocalBackend, RemoteBackend
 from deepdraft.cli.options import (
+    ENGINE_FIELDS,
     body_fields,
     engine_options,
     model_argument,
@@ -65,8 +66,7 @@ def open_backend(
     if model_name is not None:
         raise click.UsageError("--model-name goes with --url")
     path, name = model_directory(model)
-    keys = ("numerics", "prefill", "max_context", "threads", "accept_keys")
-    engine = {key: options[key] for key in keys}
+    engine = {key: options[key] for key in ENGINE_FIELDS}
     return LocalBackend(path, name, load_config(engine=engine))
 
 

@@ -10,10 +10,24 @@ from typing import Any, get_args
 
 import click
 
-from deepdraft.config import Numerics, Prefill
+from deepdraft.config import Numerics, Prefill, ScheduleName
 from deepdraft.errors import CheckpointError
+from deepdraft.types import Rule
 
 DEMO_NAME = "demo"
+ENGINE_FIELDS = (
+    "numerics",
+    "prefill",
+    "max_context",
+    "threads",
+    "accept_keys",
+    "drafts",
+    "rule",
+    "schedule",
+    "draft_threshold",
+    "cost_table",
+)
+"""The settings that `engine_options` gives."""
 
 Decorated = Callable[..., Any]
 
@@ -34,6 +48,23 @@ def engine_options(command: Decorated) -> Decorated:
         ),
         click.option(
             "--max-context", type=int, metavar="TOKENS", help="Prompt and answer together."
+        ),
+        click.option(
+            "--drafts", type=int, metavar="N", help="Drafts a step at most; 0: none [the model's]."
+        ),
+        click.option(
+            "--rule", type=click.Choice(get_args(Rule)), help="How drafts are verified [coupled]."
+        ),
+        click.option(
+            "--schedule",
+            type=click.Choice(get_args(ScheduleName)),
+            help="How many drafts are verified [cost].",
+        ),
+        click.option(
+            "--draft-threshold", type=float, metavar="C", help="For --schedule threshold [0.3]."
+        ),
+        click.option(
+            "--cost-table", metavar="FILE", help="Measured costs [measured at the start]."
         ),
         click.option(
             "--threads",

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from deepdraft.cli.options import engine_options, model_argument, model_directory
+from deepdraft.cli.options import ENGINE_FIELDS, engine_options, model_argument, model_directory
 from deepdraft.config import load_config
 
 
@@ -38,18 +38,7 @@ def serve(model: str | None, file: str | None, **flags: Any) -> None:
     """
     config = load_config(
         file,
-        engine={
-            name: flags[name]
-            for name in (
-                "numerics",
-                "prefill",
-                "max_context",
-                "threads",
-                "accept_keys",
-                "max_running",
-                "max_queue",
-            )
-        },
+        engine={name: flags[name] for name in (*ENGINE_FIELDS, "max_running", "max_queue")},
         server={
             "host": flags["host"],
             "port": flags["port"],

@@ -356,7 +356,10 @@ class Engine:
             self._finish(request, reason, token_ids=token_ids, logprobs=logprobs)
             return
         if token_ids:
-            self._emit(request, token_ids, logprobs)
+            # Whoever ends an answer early, by a stop string, has the counters up to there.
+            report = request.source.speculation.report
+            stats = request.record.stats(request.rule) if report else None
+            self._emit(request, token_ids, logprobs, stats=stats)
         if outcome.error is not None:
             self._finish(request, "error", error=outcome.error)
         elif block.token_ids:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
 
 from deepdraft import __version__
 from deepdraft.arch import V41Args
@@ -17,6 +18,15 @@ from deepdraft.engine.engine import ModelRunner
 from deepdraft.errors import CheckpointError, ConfigError
 from deepdraft.text.conversation import Family
 from deepdraft.text.tokenizer import Tokenizer
+from deepdraft.types import Rule
+
+if TYPE_CHECKING:
+    from deepdraft.engine.runner import Runner
+    from deepdraft.engine.speculate import Speculation
+
+SPECULATION_FILE = "speculation.json"
+"""Beside a checkpoint: what is known of its drafter (docs/speculation.md)."""
+_MAX_JSON_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +44,7 @@ class LoadedModel:
     family: Family = "v4.1"
     fingerprint: str
     """Changes with anything that can change the answers: weights, numerics, prefill, version."""
+    speculation: "Speculation | None" = None
 
 
 def load_engine(
@@ -64,6 +75,8 @@ def load_engine(
         prefill=options.prefill,
         max_context=options.max_context,
         num_sequences=options.max_running,
+        drafter=options.drafts != 0,
+        num_drafts=options.drafts,
     )
     args = checkpoint.args
     return LoadedModel(
@@ -74,8 +87,53 @@ def load_engine(
         eos_token_id=args.eos_token_id,
         bos_token_id=args.bos_token_id,
         sampling_defaults=_sampling_defaults(path / "generation_config.json"),
-        fingerprint=_fingerprint(path, [repr(args), options.numerics, options.prefill]),
+        fingerprint=_fingerprint(
+            path, [repr(args), options.numerics, options.prefill, options.rule]
+        ),
+        speculation=_speculation(runner, path, options),
     )
+
+
+def _speculation(runner: "Runner", path: Path, options: EngineConfig) -> "Speculation":
+    """Rule, schedule, costs and calibrations. Raises ConfigError."""
+    from deepdraft.engine.measure import measure_costs
+    from deepdraft.engine.speculate import Speculation
+    from deepdraft.spec.calibrate import Calibration
+    from deepdraft.spec.costs import StepCosts
+    from deepdraft.spec.schedule import FixedSchedule, ThresholdSchedule
+
+    if not runner.block_size:
+        return Speculation(rule=options.rule)
+    calibrations: dict[Rule, Calibration] = {}
+    file = path / SPECULATION_FILE
+    if file.is_file():
+        known = _read_json(file).get("calibrations", {})
+        if not isinstance(known, dict) or not set(known) <= set(get_args(Rule)):
+            raise ConfigError(f"{file}: calibrations must be an object with one entry per rule")
+        calibrations = {rule: Calibration.from_dict(values) for rule, values in known.items()}
+    costs = schedule = None
+    if options.schedule == "threshold":
+        schedule = ThresholdSchedule(threshold=options.draft_threshold)
+    elif options.schedule == "all":
+        schedule = FixedSchedule(num_drafts=runner.block_size)
+    elif options.cost_table is not None:
+        costs = StepCosts.from_dict(_read_json(Path(options.cost_table)))
+    else:
+        costs = measure_costs(runner)
+    return Speculation(rule=options.rule, schedule=schedule, costs=costs, calibrations=calibrations)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """A small file that holds a JSON object. Raises ConfigError."""
+    try:
+        if file.stat().st_size > _MAX_JSON_BYTES:
+            raise ConfigError(f"{file} is larger than {_MAX_JSON_BYTES} bytes")
+        values = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} must hold an object")
+    return values
 
 
 SMALL_MODEL_BYTES = 1 << 30

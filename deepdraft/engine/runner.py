@@ -123,6 +123,11 @@ class Runner:
             num_drafts=num_drafts,
         )
 
+    @property
+    def num_free(self) -> int:
+        """Sequences that can still be opened."""
+        return self.pool.num_free
+
     def open_sequence(self) -> SequenceState:
         """A new, empty sequence; StateError when all are in use."""
         return self.pool.open()

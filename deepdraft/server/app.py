@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from deepdraft import __version__
 from deepdraft.errors import DeepdraftError, RequestError
 from deepdraft.server import schema
+from deepdraft.server.metrics import metrics_text
 from deepdraft.server.service import Service
 from deepdraft.telemetry import logger
 
@@ -74,6 +75,7 @@ def create_app(service: Service) -> ASGIApp:
     routes = [
         Route("/healthz", handlers.guard(handlers.healthz), methods=["GET"]),
         Route("/readyz", handlers.guard(handlers.readyz), methods=["GET"]),
+        Route("/metrics", handlers.guard(handlers.metrics), methods=["GET"]),
     ]
     for prefix in PREFIXES:
         for path, handler, method in (
@@ -141,6 +143,13 @@ class Handlers:
         """200 only after loading and a warm-up step, and not while draining."""
         self.service.ready()
         return json_response({"state": "ready"})
+
+    async def metrics(self, request: Request) -> Response:
+        """The counters, for Prometheus."""
+        return Response(
+            metrics_text(self.service.stats()),
+            media_type="text/plain; version=0.0.4; charset=utf-8",
+        )
 
     async def models(self, request: Request) -> Response:
         """The names that are served."""

@@ -68,6 +68,7 @@ def chat_job(
         [limit],
         end_ids,
         n,
+        sampling.speculation_params(body),
     )
     choices: list[Choice] = [
         ChatChoice(
@@ -282,6 +283,7 @@ class ChatChoice(Choice):
     def _read(self, event: TokenEvent) -> list[Delta]:
         deltas: list[Delta] = []
         for i, token_id in enumerate(event.token_ids):
+            self.num_tokens += 1
             if token_id in self._hidden_ids:
                 continue
             before = self._parser.num_reasoning_tokens

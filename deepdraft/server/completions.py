@@ -42,7 +42,13 @@ def completion_job(
     end_ids = sampling.stop_ids(body, model)
     id = response_id("cmpl")
     requests = sampling.generate_requests(
-        id, prompts, sampling.sampling_params(body, model, body.logprobs), limits, end_ids, n
+        id,
+        prompts,
+        sampling.sampling_params(body, model, body.logprobs),
+        limits,
+        end_ids,
+        n,
+        sampling.speculation_params(body),
     )
     choices: list[Choice] = [
         TextChoice(
@@ -174,6 +180,7 @@ class TextChoice(Choice):
         pieces = [self._unsent_echo]
         self._unsent_echo = ""
         for i, token_id in enumerate(event.token_ids):
+            self.num_tokens += 1
             if token_id in self._hidden_ids:
                 continue
             pieces.append(self._matcher.push(self._decoder.push(token_id)))

@@ -12,7 +12,7 @@ from typing import Any
 
 from deepdraft.errors import EngineError, Overloaded
 from deepdraft.server.sampling import ModelView
-from deepdraft.types import FinishReason, GenerateRequest, TokenEvent, TokenLogprob
+from deepdraft.types import DecodeStats, FinishReason, GenerateRequest, TokenEvent, TokenLogprob
 
 Json = dict[str, Any]
 
@@ -46,6 +46,8 @@ class Choice(ABC):
     def __init__(self, index: int) -> None:
         self.index = index
         self.num_tokens = 0
+        """Tokens of the answer, as far as it goes: none behind a stop string."""
+        self.stats: DecodeStats | None = None
         self.num_cached = 0
         self.finish_reason: str | None = None
 
@@ -112,9 +114,19 @@ class Job(ABC):
             raise EngineError(event.error or "the engine failed")
         if event.finish_reason == "abort":
             raise Overloaded("the server is shutting down; the answer was cut off")
-        choice.num_tokens += len(event.token_ids)
         choice.num_cached = max(choice.num_cached, event.num_cached_tokens)
-        return [self._chunk([part]) for part in choice.push(event)]
+        choice.stats = event.stats or choice.stats
+        parts = choice.push(event)
+        if parts and parts[-1]["finish_reason"] is not None:
+            parts[-1] |= self._report(choice)
+        return [self._chunk([part]) for part in parts]
+
+    def _report(self, choice: Choice) -> Json:
+        """The counters of a choice's speculation, where they were asked for."""
+        if not self.requests[0].speculation.report:
+            return {}
+        stats = choice.stats
+        return {"speculation": None if stats is None else spec_record(stats)}
 
     def ended_early(self, event: TokenEvent) -> bool:
         """The choice of this event has ended although the engine would go on with it."""
@@ -131,7 +143,7 @@ class Job(ABC):
         """The whole response of a request that is not streamed."""
         return {
             **self._head(self.kind),
-            "choices": [c.whole() for c in self.choices],
+            "choices": [c.whole() | self._report(c) for c in self.choices],
             "usage": self.usage(),
         }
 
@@ -165,6 +177,22 @@ class Job(ABC):
         if self.include_usage:
             chunk["usage"] = None
         return chunk
+
+
+def spec_record(stats: DecodeStats) -> Json:
+    """The counters of one answer's speculation."""
+    return {
+        "rule": stats.rule,
+        "steps": stats.steps,
+        "drafted_steps": stats.drafted_steps,
+        "drafts": stats.drafts,
+        "verified_drafts": stats.verified,
+        "accepted_drafts": stats.accepted,
+        "drafts_cut_by_confidence": stats.cut,
+        "accepted_drafts_histogram": list(stats.histogram),
+        "average_accept_length": round(stats.average_accept_length, 4),
+        "average_iteration_ms": round(stats.average_iteration_ms, 4),
+    }
 
 
 def engine_reason(event: TokenEvent) -> FinishReason | None:

@@ -12,7 +12,7 @@ from deepdraft.errors import PromptTooLong, RequestError
 from deepdraft.server.schema import SamplingFields
 from deepdraft.text.conversation import Family
 from deepdraft.text.tokenizer import Tokenizer
-from deepdraft.types import GenerateRequest, SamplingParams
+from deepdraft.types import GenerateRequest, SamplingParams, SpeculationParams
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
@@ -20,6 +20,8 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 64
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
+MAX_DRAFTS = 15
+_DRAFTS_RULE = f"from 0 to {MAX_DRAFTS}; more than the server's own number has no effect"
 DEFAULT_NEW_TOKENS = 8_192
 DEFAULT_NEW_TOKENS_THINKING = 65_536
 
@@ -60,6 +62,8 @@ def check_shared(body: SamplingFields, vocab_size: int) -> None:
     check_range(body.n, "n", 1, MAX_CHOICES, f"from 1 to {MAX_CHOICES}")
     check_range(body.max_tokens, "max_tokens", 1, float("inf"), "at least 1")
     check_range(body.seed, "seed", -(1 << 63), (1 << 63) - 1, "a 64-bit signed integer")
+    if body.speculation is not None:
+        check_range(body.speculation.drafts, "speculation.drafts", 0, MAX_DRAFTS, _DRAFTS_RULE)
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
     for token_id in _limited(body.stop_token_ids or (), MAX_STOP_IDS, "stop_token_ids"):
@@ -139,6 +143,14 @@ def sampling_params(body: SamplingFields, model: ModelView, logprobs: int | None
     )
 
 
+def speculation_params(body: SamplingFields) -> SpeculationParams:
+    """What the body asks of speculation."""
+    asked = body.speculation
+    if asked is None:
+        return SpeculationParams()
+    return SpeculationParams(rule=asked.rule, num_drafts=asked.drafts, report=bool(asked.report))
+
+
 def choice_seed(seed: int, index: int) -> int:
     """The seed of choice `index` of one request; choice 0 has the request's own one."""
     return seed ^ (index * 0xD1342543DE82EF95 % (1 << 64))
@@ -174,6 +186,7 @@ def generate_requests(
     limits: Iterable[int],
     stops: frozenset[int],
     n: int,
+    speculation: SpeculationParams,
 ) -> list[GenerateRequest]:
     """One request per choice: `n` for each prompt, named by the response's id and the index."""
     requests = []
@@ -188,6 +201,7 @@ def generate_requests(
                     sampling=replace(params, seed=seed),
                     max_new_tokens=limit,
                     stop_token_ids=stops,
+                    speculation=speculation,
                 )
             )
     return requests

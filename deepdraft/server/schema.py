@@ -136,6 +136,14 @@ class StreamOptions(Struct):
     include_usage: bool | None = None
 
 
+class SpeculationFields(Struct):
+    """How this answer's drafts are made and verified; absent fields: as the server does."""
+
+    rule: Literal["token", "block", "coupled"] | None = None
+    drafts: int | None = None
+    report: bool | None = None
+
+
 # Requests
 
 
@@ -159,6 +167,7 @@ class SamplingFields(Struct, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    speculation: SpeculationFields | None = None
 
 
 class ChatRequest(SamplingFields, kw_only=True):

@@ -80,6 +80,7 @@ class Service:
             max_queue=options.max_queue,
             max_running=options.max_running,
             prefill_chunk=options.prefill_chunk,
+            speculation=model.speculation,
         )
         engine.start()
         self._engine = engine
@@ -135,6 +136,10 @@ class Service:
             if self._engine.failure is not None:
                 body["state"] = "failed"
         return body
+
+    def stats(self) -> dict[str, int]:
+        """The engine's counters; empty before there is an engine."""
+        return {} if self._engine is None else self._engine.stats()
 
     def begin_drain(self) -> None:
         """Takes no new requests; those at hand go on."""

@@ -1,0 +1,96 @@
+"""The engine's counters in the Prometheus text format.
+
+Owns: metric names, labels and help. Knows nothing of: the engine, HTTP.
+"""
+
+from collections.abc import Callable, Mapping
+
+_COUNTERS = {
+    "requests": ("requests_total", "Requests taken in."),
+    "prompt_tokens": ("prompt_tokens_total", "Prompt tokens computed."),
+    "generated_tokens": ("generation_tokens_total", "Tokens of answers."),
+    "decode_steps": ("iterations_total", "Steps of decoding, of all running requests together."),
+    "decode_rows": ("iteration_rows_total", "Rows of these steps: last tokens and drafts."),
+    "spec_drafted_steps": (
+        "spec_decode_num_drafts_total",
+        "Blocks of drafts, one for a request and step.",
+    ),
+    "spec_drafts": ("spec_decode_num_proposed_tokens_total", "Drafts made."),
+    "spec_verified": ("spec_decode_num_draft_tokens_total", "Drafts verified."),
+}
+_GAUGES = {
+    "waiting": ("num_requests_waiting", "Requests in the queue."),
+    "running": ("num_requests_running", "Requests that hold a sequence."),
+}
+_BY_LABEL = (
+    ("finished_", "requests_finished_total", "reason", "Requests by how they ended."),
+    (
+        "spec_accepted_",
+        "spec_decode_steps_total",
+        "accepted",
+        "Steps of single requests, by the number of drafts they accepted.",
+    ),
+)
+
+
+_Family = Callable[[str, str, str, list[tuple[str, float]]], None]
+
+
+def metrics_text(stats: Mapping[str, int]) -> str:
+    """The exposition of counters as `Engine.stats` gives them; what is not known is left out."""
+    lines: list[str] = []
+
+    def family(name: str, kind: str, text: str, samples: list[tuple[str, float]]) -> None:
+        if samples:
+            lines.append(f"# HELP deepdraft_{name} {text}")
+            lines.append(f"# TYPE deepdraft_{name} {kind}")
+            lines.extend(f"deepdraft_{name}{labels} {_number(x)}" for labels, x in samples)
+
+    for kind, table in (("gauge", _GAUGES), ("counter", _COUNTERS)):
+        for key, (name, text) in table.items():
+            family(name, kind, text, [("", stats[key])] if key in stats else [])
+    for prefix, name, label, text in _BY_LABEL:
+        values = {k.removeprefix(prefix): v for k, v in stats.items() if k.startswith(prefix)}
+        family(
+            name, "counter", text, [(f'{{{label}="{k}"}}', v) for k, v in sorted(values.items())]
+        )
+    parts = {k.removesuffix("_us"): v / 1e6 for k, v in stats.items() if k.endswith("_us")}
+    samples = [(f'{{part="{k}"}}', v) for k, v in sorted(parts.items())]
+    family("iteration_seconds_total", "counter", "Time of steps, by what was done.", samples)
+    _averages(stats, parts, family)
+    return "\n".join(lines) + "\n"
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.6f}"
+
+
+def _averages(stats: Mapping[str, int], parts: Mapping[str, float], family: _Family) -> None:
+    steps = stats.get("decode_steps", 0)
+    if steps:
+        ms = 1e3 * sum(parts.values()) / steps
+        family("average_iteration_ms", "gauge", "Mean of all steps so far.", [("", ms)])
+    prefix = "spec_accepted_"
+    counts = {int(k.removeprefix(prefix)): v for k, v in stats.items() if k.startswith(prefix)}
+    total = sum(counts.values())
+    if total:
+        accepted = sum(n * count for n, count in counts.items())
+        cut = stats.get("spec_drafts", 0) - stats.get("spec_verified", 0)
+        family(
+            "spec_decode_num_accepted_tokens_total",
+            "counter",
+            "Drafts accepted.",
+            [("", accepted)],
+        )
+        family(
+            "spec_decode_num_cut_tokens_total",
+            "counter",
+            "Drafts that the schedule left out, by their confidence.",
+            [("", cut)],
+        )
+        family(
+            "average_accept_length",
+            "gauge",
+            "Accepted drafts of a step plus 1, mean of all steps so far.",
+            [("", 1 + accepted / total)],
+        )
