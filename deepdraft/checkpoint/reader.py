@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deepdraft.arch import ModelArgs
-from deepdraft.checkpoint.families import load_model_args, model_table
+from deepdraft.checkpoint.families import load_model_args, model_table, unread_tensors
 from deepdraft.checkpoint.names import SKIP_RULES, Entry
 from deepdraft.checkpoint.shards import Nearest, Stored, check_headers, read_headers
 from deepdraft.errors import CheckpointError
@@ -70,6 +70,7 @@ class Checkpoint:
         """A `ModelArgs`. Callers know the family, or ask `models.model_class`."""
         self.table = table
         self._stored = stored
+        self._unread: list[str] = []
 
     @classmethod
     def open(
@@ -89,7 +90,10 @@ class Checkpoint:
         args = load_model_args(config, accept_unknown=accept_unknown)
         found = read_headers(path)
         table = model_table(args, found.stored)
-        return cls(path, args, table, check_headers(found, table))
+        unread = unread_tensors(args, found.stored)
+        checkpoint = cls(path, args, table, check_headers(found, table, frozenset(unread)))
+        checkpoint._unread = unread
+        return checkpoint
 
     @property
     def tokenizer_file(self) -> Path:
@@ -102,10 +106,12 @@ class Checkpoint:
     @property
     def skipped(self) -> dict[str, list[str]]:
         """Rule (a key of `SKIP_RULES`) -> tensors that it leaves unread."""
-        return {
+        skipped = {
             rule: [name for name, entry in self.table.items() if entry.module == rule]
             for rule in SKIP_RULES
         }
+        skipped["mtp"] += self._unread
+        return skipped
 
     def tensor(
         self, name: str, dtype: torch.dtype = torch.float32, *, out: Tensor | None = None
