@@ -36,7 +36,11 @@ class DecoderModel:
     what a sequence keeps in `state_kinds`, and runs them in `layers`.
     """
 
-    names = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+    names: tuple[str, str, str] = (
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+    )
     drafter = None
 
     def __init__(

@@ -385,7 +385,7 @@ class DeepseekV4(DecoderModel):
     """The model."""
 
     args: V4Args
-    names = ("embed.weight", "norm.weight", "head.weight")
+    names: tuple[str, str, str] = ("embed.weight", "norm.weight", "head.weight")
 
     def build(self) -> None:
         args, weights = self.args, self.weights

@@ -31,6 +31,7 @@ from deepdraft.ops.elementwise import Rotary
 from deepdraft.ops.engram_hash import engram_tables
 from deepdraft.proof import golden_compare as compare
 from deepdraft.proof.golden_compare import Arrays, Outcome
+from deepdraft.proof.golden_family import LOGITS_FILE, check_family, is_family_directory
 from deepdraft.proof.golden_files import MODES, GoldenDir, as_positions, read_consistency
 from deepdraft.proof.golden_quant import Flip, Follower, layerwise, off_grid
 from deepdraft.proof.golden_run import Inputs, Replay, replay, replay_production
@@ -108,6 +109,11 @@ class Golden:
             raise CheckpointError(f"{directory} is not a directory")
         self.checkpoint = Checkpoint.open(directory / "checkpoint")
         self.args: V41Args = self.checkpoint.args
+        if not isinstance(self.args, V41Args):
+            raise CheckpointError(
+                f"{directory} has no {LOGITS_FILE}, which data of a {self.args.family} model "
+                "consists of"
+            )
         self.data = GoldenDir.open(directory, self.args)
         self.consistency = read_consistency(directory)
         self.token_map = None
@@ -457,8 +463,22 @@ def hash_table_values(
 
 def check_directory(directory: str | Path, modes: Iterable[str] | None = None) -> Report:
     """Replays a golden directory. CheckpointError or ConfigError where it is damaged."""
+    path = Path(directory)
     with torch.inference_mode():
-        return Golden(Path(directory)).run(modes)
+        if is_family_directory(path):
+            return Report(path.resolve().name, *_family(path, modes))
+        return Golden(path).run(modes)
+
+
+def _family(
+    path: Path, modes: Iterable[str] | None
+) -> tuple[list[Outcome], list[dict[str, Any]], dict[str, float]]:
+    """Data of an earlier family has one mode, exact."""
+    other = sorted(set(modes or ()) - {"exact"})
+    if other:
+        raise CheckpointError(f"{path.name} has no data of mode {other[0]!r}")
+    outcomes, seconds = check_family(path)
+    return outcomes, [], seconds
 
 
 def main(directory: str, as_json: bool = False, modes: Sequence[str] | None = None) -> int:

@@ -16,7 +16,7 @@ import safetensors
 import torch
 from torch import Tensor
 
-from deepdraft.arch import V41Args
+from deepdraft.arch import ModelArgs, V41Args
 from deepdraft.errors import CheckpointError
 
 MODES = ("exact", "qsim", "quant")
@@ -77,14 +77,14 @@ class GoldenDir:
             path,
             texts,
             [m for m in MODES if m in modes],
-            _read_json(tables) if tables.is_file() else None,
+            read_json(tables) if tables.is_file() else None,
         )
 
     def arrays(self, stem: str, mode: str) -> dict[str, Tensor] | None:
         """All arrays of one file, None where there is no such file; read once."""
         name = f"{stem}-{mode}.safetensors"
         if name not in self._cache:
-            self._cache[name] = _read_arrays(self.path / name)
+            self._cache[name] = read_arrays(self.path / name)
         return self._cache[name]
 
     def stems(self, mode: str) -> list[str]:
@@ -96,10 +96,11 @@ class GoldenDir:
 def read_consistency(path: Path) -> dict[str, Any]:
     """consistency.json (measurements quoted by the quant mode's tolerances), {} where missing."""
     file = path / "consistency.json"
-    return _read_json(file) if file.is_file() else {}
+    return read_json(file) if file.is_file() else {}
 
 
-def _read_arrays(file: Path) -> dict[str, Tensor] | None:
+def read_arrays(file: Path) -> dict[str, Tensor] | None:
+    """All arrays of a safetensors file, None where there is none. CheckpointError if damaged."""
     if not file.is_file():
         return None
     if file.stat().st_size > _MAX_ARRAY_BYTES:
@@ -113,7 +114,8 @@ def _read_arrays(file: Path) -> dict[str, Tensor] | None:
         ) from error
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file of bounded size. CheckpointError if it is missing or damaged."""
     try:
         if file.stat().st_size > _MAX_JSON_BYTES:
             raise CheckpointError(f"{file.name} is larger than {_MAX_JSON_BYTES >> 20} MiB")
@@ -130,7 +132,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _read_texts(file: Path, args: V41Args) -> Texts:
-    data = _read_json(file)
+    data = read_json(file)
     prefix_key = _numbered_key(data, "prompt", file)
     short_key = _numbered_key(data, "short", file)
     greedy = _entry(data, "greedy_tokens", dict, file)
@@ -144,16 +146,16 @@ def _read_texts(file: Path, args: V41Args) -> Texts:
         )
     shorts = _entry(data, short_key, list, file)
     texts = Texts(
-        prompt=_ids(data.get("prompt"), "prompt", args, file),
-        prefix=_ids(data[prefix_key], prefix_key, args, file),
+        prompt=read_ids(data.get("prompt"), "prompt", args, file),
+        prefix=read_ids(data[prefix_key], prefix_key, args, file),
         prefix_label=prefix_key.removeprefix("prompt"),
-        shorts=[_ids(t, f"{short_key}[{i}]", args, file) for i, t in enumerate(shorts)],
+        shorts=[read_ids(t, f"{short_key}[{i}]", args, file) for i, t in enumerate(shorts)],
         short_label=short_key.removeprefix("short"),
-        greedy={m: _ids(t, f"greedy_tokens.{m}", args, file) for m, t in greedy.items()},
+        greedy={m: read_ids(t, f"greedy_tokens.{m}", args, file) for m, t in greedy.items()},
         next_after_last={
-            m: _ids([t], f"next_after_last.{m}", args, file)[0] for m, t in after.items()
+            m: read_ids([t], f"next_after_last.{m}", args, file)[0] for m, t in after.items()
         },
-        replay_greedy=_ids(
+        replay_greedy=read_ids(
             data.get("replay_greedy_tokens_exact", []),
             "replay_greedy_tokens_exact",
             args,
@@ -192,7 +194,10 @@ def _entry(data: dict[str, Any], key: str, kind: type, file: Path) -> Any:
     return value
 
 
-def _ids(value: object, key: str, args: V41Args, file: Path, *, empty: bool = False) -> list[int]:
+def read_ids(
+    value: object, key: str, args: ModelArgs, file: Path, *, empty: bool = False
+) -> list[int]:
+    """A list of token ids of this model. CheckpointError names the file and what is wrong."""
     if not isinstance(value, list) or len(value) > _MAX_TOKENS or (not value and not empty):
         raise CheckpointError(f"{file.name}: {key} must be a list of 1 to {_MAX_TOKENS} token ids")
     for item in value:
