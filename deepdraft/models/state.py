@@ -101,7 +101,18 @@ class StatePool:
         """A new empty sequence; StateError when all are taken."""
         if not self._free:
             raise StateError(f"all {self.num_sequences} sequences of the state pool are in use")
-        return SequenceState(self, self._free.pop())
+        slot = self._free.pop()
+        self._clear_masked_rows(slot)
+        return SequenceState(self, slot)
+
+    def _clear_masked_rows(self, slot: int) -> None:
+        """Zero what a new sequence reads under a mask before it writes: its ring, and the entry
+        that empty places of a selection point to. A weight of 0 does not hide a NaN or an infinity
+        that the last owner of the slot left there."""
+        with torch.inference_mode():
+            self.window[:, slot * self.ring : (slot + 1) * self.ring].zero_()
+            for source, size in self.entries.items():
+                self.main[source][slot * size].zero_()
 
     def close(self, state: SequenceState) -> None:
         """Give a sequence's rows back; the state must not be used afterwards."""

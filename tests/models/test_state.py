@@ -39,6 +39,31 @@ def draft(model: DeepseekV41, state: SequenceState, token: int) -> tuple[list[in
     return proposal.token_ids, proposal.logits
 
 
+# ---- reused memory ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("left", [float("nan"), float("inf")])
+@pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 60])
+def test_a_slot_does_not_remember_its_last_owner(
+    left: float, n: int, model: DeepseekV41, text: list[int]
+) -> None:
+    """Rows that a broken sequence filled with NaN are read under a mask, and 0 * NaN is NaN."""
+
+    def answer(pool: StatePool) -> Tensor:
+        state = pool.open()
+        out = model.prefill(state, text[:n], logits="all", feed_drafter=True)
+        assert out.logits is not None
+        drafted = draft(model, state, text[n])[1]
+        return torch.cat([out.logits, drafted, step(model, state, [text[n]])])
+
+    used = model.new_pool(1, 161)
+    with torch.inference_mode():
+        for rows in (*used.main.values(), *used.index.values(), *used.pending.values()):
+            rows.fill_(left)
+        used.window[:, :-1] = left
+    assert torch.equal(answer(used), answer(model.new_pool(1, 161)))
+
+
 # ---- roll-back -----------------------------------------------------------------------------
 
 
