@@ -44,7 +44,7 @@ DIGEST_BYTES = 32
 
 def digest(data: bytes | memoryview | np.ndarray) -> bytes:
     """BLAKE3-256."""
-    return blake3(memoryview(data)).digest()
+    return blake3(data.data if isinstance(data, np.ndarray) else data).digest()
 
 
 def fingerprint(fields: Mapping[str, str | int | bool]) -> bytes:

@@ -101,7 +101,7 @@ class Store:
         clock: Callable[[], float] = time.monotonic,
         on_drop: Callable[[Entry, str], None] = lambda entry, why: None,
     ) -> None:
-        """`on_drop(entry, reason)` runs under the lock before an entry's memory is given back."""
+        """`on_drop(entry, reason)` runs under the lock, before anything of the entry changes."""
         self.slab, self.settings = slab, settings or StoreSettings()
         self.clock, self.on_drop = clock, on_drop
         self.lock = threading.RLock()
@@ -227,16 +227,16 @@ class Store:
             self.entries[entry.id] = entry
             return entry
 
-    def seal(self, entry: Entry) -> None:
-        """Hash what is not hashed, share it under its key, and take the writer's pin away.
-
-        The hashing runs without the lock.
-        """
-        hashed = [
+    def hash(self, entry: Entry) -> list[tuple[Chunk, bytes]]:
+        """Digests of the entry's chunks that have none yet. Takes no lock: nobody else writes."""
+        return [
             (c, digest(self.slab.view(c.slot, c.length)))
             for c in entry.all_chunks()
             if c.digest is None
         ]
+
+    def seal(self, entry: Entry, hashed: list[tuple[Chunk, bytes]]) -> None:
+        """Enter the digests, share chunks under their keys, take the writer's pin away."""
         with self.lock:
             assert entry.state is EntryState.FILLING, entry.state
             for chunk, value in hashed:
@@ -360,9 +360,9 @@ class Store:
             if entry is None or entry.state is EntryState.CONDEMNED:
                 return
             assert entry.state is not EntryState.FILLING, "condemning an entry being written"
-            entry.state = EntryState.CONDEMNED
             self.counters[f"dropped_{reason}"] += 1
             self.on_drop(entry, reason)
+            entry.state = EntryState.CONDEMNED
             for chunk in entry.all_chunks():
                 # A damaged chunk must not be found by a later writer.
                 if reason == "corrupt" and chunk.key is not None:
