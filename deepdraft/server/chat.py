@@ -33,7 +33,11 @@ class ChatJob(Job):
 
 
 def chat_job(
-    body: schema.ChatRequest, name: str, model: ModelView, ignored: tuple[str, ...] = ()
+    body: schema.ChatRequest,
+    name: str,
+    model: ModelView,
+    ignored: tuple[str, ...] = (),
+    id: str | None = None,
 ) -> ChatJob:
     """Checks a chat body, renders its prompt and makes one engine request per choice.
 
@@ -60,7 +64,7 @@ def chat_job(
     stops = sampling.stop_strings(body)
     end_ids = sampling.stop_ids(body, model)
     hidden_ids = end_ids | {model.eos_token_id}
-    id, n = response_id("chatcmpl"), body.n or 1
+    id, n = id or response_id("chatcmpl"), body.n or 1
     requests = sampling.generate_requests(
         id,
         [rendered.token_ids],
@@ -255,6 +259,11 @@ class ChatChoice(Choice):
     def num_reasoning(self) -> int:
         """Tokens that belong to the reasoning."""
         return self._parser.num_reasoning_tokens
+
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that ended the answer, if one did."""
+        return self._matcher.matched
 
     def push(self, event: TokenEvent) -> list[Json]:
         """Takes an event; returns the stream's objects for this choice."""

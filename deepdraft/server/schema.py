@@ -5,6 +5,7 @@ in a body.
 Knows nothing of: prompts, sampling, the engine. Runs without torch.
 """
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
@@ -243,10 +244,13 @@ REFUSED_FIELDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
 _MAX_NAMED = 32
 _HEADER_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}\Z")
 
-RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest)
-_DECODERS: dict[type, Any] = {
-    kind: msgspec.json.Decoder(kind) for kind in (ChatRequest, CompletionRequest)
-}
+RefusedFields = Mapping[str, tuple[str, Callable[[Any], bool]]]
+RequestT = TypeVar("RequestT", bound=Struct)
+
+
+@functools.cache
+def _decoder(kind: type[RequestT]) -> "msgspec.json.Decoder[RequestT]":
+    return msgspec.json.Decoder(kind)
 
 
 def field_names(kind: type[Struct]) -> frozenset[str]:
@@ -254,7 +258,9 @@ def field_names(kind: type[Struct]) -> frozenset[str]:
     return frozenset(kind.__struct_fields__)
 
 
-def read_body(body: bytes, kind: type[RequestT]) -> tuple[RequestT, tuple[str, ...]]:
+def read_body(
+    body: bytes, kind: type[RequestT], refused: RefusedFields = REFUSED_FIELDS
+) -> tuple[RequestT, tuple[str, ...]]:
     """The request in a JSON body, and the names of its fields that have no effect.
 
     Raises RequestError that names the place: the field's path, or the byte for broken JSON.
@@ -267,8 +273,8 @@ def read_body(body: bytes, kind: type[RequestT]) -> tuple[RequestT, tuple[str, .
         ) from error
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        ignored = _sort_out(fields, field_names(kind))
-        request = _DECODERS[kind].decode(body)
+        ignored = _sort_out(fields, field_names(kind), refused)
+        request = _decoder(kind).decode(body)
     except msgspec.ValidationError as error:
         raise _field_error(str(error)) from error
     except msgspec.DecodeError as error:
@@ -278,13 +284,15 @@ def read_body(body: bytes, kind: type[RequestT]) -> tuple[RequestT, tuple[str, .
     return request, ignored
 
 
-def _sort_out(fields: dict[str, msgspec.Raw], honoured: frozenset[str]) -> tuple[str, ...]:
+def _sort_out(
+    fields: dict[str, msgspec.Raw], honoured: frozenset[str], refused: RefusedFields
+) -> tuple[str, ...]:
     ignored = []
     for name, raw in fields.items():
         if name in honoured or bytes(raw).strip() == b"null":
             continue
-        if name in REFUSED_FIELDS:
-            reason, matters = REFUSED_FIELDS[name]
+        if name in refused:
+            reason, matters = refused[name]
             if matters(msgspec.json.decode(raw)):
                 raise RequestError(f"{name} is refused: {reason}", param=name)
         ignored.append(name)

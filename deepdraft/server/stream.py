@@ -22,6 +22,25 @@ _KEEP_ALIVE = b": keep-alive\n\n"
 _DONE = b"data: [DONE]\n\n"
 
 
+class Wire:
+    """How one API frames a stream. This one is OpenAI's, of chat and completions."""
+
+    keep_alive = _KEEP_ALIVE
+    done = _DONE
+
+    def opening(self) -> list[Json]:
+        """Chunks to send before the engine has said anything."""
+        return []
+
+    def frame(self, chunk: Json) -> bytes:
+        """One chunk of a job as bytes."""
+        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+    def error(self, error: Exception) -> bytes:
+        """An error after the stream has begun."""
+        return self.frame(error_body(error))
+
+
 class EventSource(Protocol):
     """Engine events of one job; `engine.AsyncEvents` is one."""
 
@@ -56,10 +75,6 @@ def error_body(error: Exception) -> Json:
     }
 
 
-def _frame(value: Json) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
-
-
 async def collect(job: Job, events: EventSource) -> Json:
     """Reads a job's events to the end and returns its response. Raises what the job raises."""
     try:
@@ -74,35 +89,41 @@ async def collect(job: Job, events: EventSource) -> Json:
         events.close()
 
 
-async def frames(job: Job, events: EventSource, keep_alive_s: float) -> AsyncGenerator[bytes]:
+async def frames(
+    job: Job, events: EventSource, keep_alive_s: float, wire: Wire | None = None
+) -> AsyncGenerator[bytes]:
     """The frames of a job's stream, a comment after every `keep_alive_s` of silence.
 
-    Errors become a data frame. The caller must close this iterator if it stops early.
+    Errors become a frame. The caller must close this iterator if it stops early.
     """
+    wire = wire or Wire()
     try:
+        for chunk in wire.opening():
+            yield wire.frame(chunk)
         while not job.finished:
             try:
                 # Not `wait_for`, which would make a task for every token.
                 async with asyncio.timeout(keep_alive_s):
                     event = await anext(events)
             except TimeoutError:
-                yield _KEEP_ALIVE
+                yield wire.keep_alive
                 continue
             for chunk in job.push(event):
-                yield _frame(chunk)
+                yield wire.frame(chunk)
             if job.ended_early(event):
                 events.cancel(event.request_id)
         last = job.last_chunk()
         if last is not None:
-            yield _frame(last)
+            yield wire.frame(last)
     except DeepdraftError as error:
-        yield _frame(error_body(error))
+        yield wire.error(error)
     except Exception as error:
         logger.exception("a stream failed")
-        yield _frame(error_body(error))
+        yield wire.error(error)
     finally:
         events.close()
-    yield _DONE
+    if wire.done:
+        yield wire.done
 
 
 class StreamResponse(Response):
