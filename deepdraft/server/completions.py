@@ -36,7 +36,9 @@ def completion_job(
     prompts = _prompts(body, model)
     n, stops = body.n or 1, sampling.stop_strings(body)
     limits = [
-        sampling.num_new_tokens(body.max_tokens, len(ids), model, sampling.DEFAULT_NEW_TOKENS)
+        sampling.num_new_tokens(
+            body.max_tokens, len(ids), model, sampling.DEFAULT_NEW_TOKENS, field="prompt"
+        )
         for ids in prompts
     ]
     end_ids = sampling.stop_ids(body, model)
@@ -94,7 +96,8 @@ def _prompts(body: schema.CompletionRequest, model: ModelView) -> list[tuple[int
     prompt = body.prompt
     if body.suffix is not None:
         assert isinstance(prompt, str)
-        return [render_fim(prompt, body.suffix, model.tokenizer).token_ids]
+        fim = render_fim(prompt, body.suffix, model.tokenizer, max_tokens=model.max_tokens)
+        return [fim.token_ids]
     many: list[str | list[int]]
     if isinstance(prompt, str):
         many = [prompt]
@@ -128,6 +131,7 @@ def _encode(
         encode = model.tokenizer.encode_text
         if body.parse_special:
             encode = model.tokenizer.encode_with_control
+        model.tokenizer.check_fits(prompt, model.max_tokens, param="prompt")
         ids = encode(prompt)
         bos = model.bos_token_id
         wants_bos = body.add_special_tokens is not False

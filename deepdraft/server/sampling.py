@@ -156,17 +156,20 @@ def choice_seed(seed: int, index: int) -> int:
     return seed ^ (index * 0xD1342543DE82EF95 % (1 << 64))
 
 
-def num_new_tokens(wanted: int | None, num_prompt: int, model: ModelView, default: int) -> int:
+def num_new_tokens(
+    wanted: int | None, num_prompt: int, model: ModelView, default: int, *, field: str = "messages"
+) -> int:
     """Length limit of the answer: what was asked for, or a default cut to the room that is left.
 
-    Raises PromptTooLong when the prompt, or both together, do not fit the context.
+    Raises PromptTooLong when the prompt, which came in `field`, or both together do not fit the
+    context.
     """
     room = model.max_tokens - num_prompt
     if room < 1:
         raise PromptTooLong(
             f"the prompt has {num_prompt} tokens; this model's context is {model.max_tokens} "
             "tokens for prompt and answer together: shorten the prompt",
-            param="messages",
+            param=field,
         )
     if wanted is None:
         return min(default, room)

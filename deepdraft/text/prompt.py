@@ -83,14 +83,18 @@ def missing_chat_tokens(tokenizer: Tokenizer, family: Family) -> tuple[str, ...]
 
 
 def render_chat(
-    conversation: Conversation, tokenizer: Tokenizer, family: Family = "v4.1"
+    conversation: Conversation,
+    tokenizer: Tokenizer,
+    family: Family = "v4.1",
+    *,
+    max_tokens: int | None = None,
 ) -> RenderedPrompt:
     """Write the prompt of `conversation` and encode it.
 
     Text that came from the client is encoded without control tokens, whatever it spells. The same
     conversation always gives the same bytes. Raises RequestError where the conversation cannot be
     written: a control token that the tokenizer lacks, text that is not Unicode, a tool schema that
-    JSON cannot hold.
+    JSON cannot hold; PromptTooLong as soon as it is clear that it has more than `max_tokens`.
     """
     sentinel = _image_sentinel(conversation)
     try:
@@ -109,17 +113,20 @@ def render_chat(
     segments = [(IMAGE, True) if s == (sentinel, True) else s for s in segments]
     images = tuple(_image_parts(conversation.messages)) if family == "v4.1" else ()
     return RenderedPrompt(
-        token_ids=tuple(_encode(segments, tokenizer, family)),
+        token_ids=tuple(_encode(segments, tokenizer, family, max_tokens)),
         text="".join(text for text, _ in segments),
         parse_start=_parse_start(conversation),
         images=images,
     )
 
 
-def render_fim(prefix: str, suffix: str, tokenizer: Tokenizer) -> RenderedPrompt:
+def render_fim(
+    prefix: str, suffix: str, tokenizer: Tokenizer, *, max_tokens: int | None = None
+) -> RenderedPrompt:
     """Prompt for filling the middle between `prefix` and `suffix` (Coder, V2, V3, V4 layout).
 
-    Raises RequestError where the tokenizer lacks the fill-in-the-middle tokens.
+    Raises RequestError where the tokenizer lacks the fill-in-the-middle tokens, PromptTooLong as
+    `render_chat` does.
     """
     segments = [
         (BOS, True),
@@ -137,7 +144,7 @@ def render_fim(prefix: str, suffix: str, tokenizer: Tokenizer) -> RenderedPrompt
             param="suffix",
         )
     return RenderedPrompt(
-        token_ids=tuple(_encode(segments, tokenizer, None)),
+        token_ids=tuple(_encode(segments, tokenizer, None, max_tokens)),
         text="".join(text for text, _ in segments),
         parse_start=ParseStart(stage="content_continuation"),
     )
@@ -332,10 +339,15 @@ def _parse_start(conversation: Conversation) -> ParseStart:
     return ParseStart(stage=stage, tool_calls=tools, in_tool_calls=forced, json_output=json_output)
 
 
-def _encode(segments: list[Segment], tokenizer: Tokenizer, family: Family | None) -> list[int]:
+def _encode(
+    segments: list[Segment], tokenizer: Tokenizer, family: Family | None, max_tokens: int | None
+) -> list[int]:
     ids: list[int] = []
     for text, special in segments:
         if not special:
+            if max_tokens is not None:
+                field = "messages" if family else "prompt"
+                tokenizer.check_fits(text, max_tokens, before=len(ids), param=field)
             ids.extend(tokenizer.encode_text(text))
             continue
         token_id = tokenizer.id_of(text)

@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 from tokenizers import normalizers
 
-from deepdraft.errors import CheckpointError, RequestError
+from deepdraft.errors import CheckpointError, PromptTooLong, RequestError
 
 _FILE_NAME = "tokenizer.json"
 _MAX_FILE_BYTES = 256 << 20
@@ -51,6 +51,7 @@ class Tokenizer:
         """One more than the highest token id."""
         self.control_ids: frozenset[int] = frozenset(t["id"] for t in spec["added_tokens"])
         self._bytes = _byte_table(self._ids, self.vocab_size)
+        self._longest = _longest_token(spec, self._bytes)
         self._strings: list[str | None] = [None] * self.vocab_size
         for string, token_id in self._ids.items():
             self._strings[token_id] = string
@@ -91,6 +92,20 @@ class Tokenizer:
         """Ids of text in which the spelling of a control token becomes that token."""
         return self._encode(self._full, text)
 
+    def check_fits(self, text: str, max_tokens: int, *, before: int = 0, param: str) -> None:
+        """Raises PromptTooLong where `before` tokens and the text surely exceed `max_tokens`.
+
+        Judged by the text's length alone: encoding megabytes takes seconds, which a text that
+        cannot fit is not worth.
+        """
+        fewest = before + (-(-len(text) // self._longest) if self._longest else 0)
+        if fewest > max_tokens:
+            raise PromptTooLong(
+                f"the prompt has at least {fewest} tokens; this model's context is {max_tokens} "
+                "tokens for prompt and answer together: shorten the prompt",
+                param=param,
+            )
+
     def decode(self, ids: list[int] | tuple[int, ...]) -> str:
         """Text of `ids`, control tokens spelled out; bytes that are not UTF-8 become U+FFFD."""
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
@@ -118,10 +133,19 @@ class Tokenizer:
         if not text:
             return []
         try:
-            return encoder.encode(text, add_special_tokens=False).ids
+            # The batch call lets other threads run meanwhile, and leaves out the offsets.
+            return encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(
                 "The text holds a lone surrogate, which is not Unicode text. Send well-formed text."
+            ) from error
+        except BaseException as error:
+            # A pattern that gives up panics in the library, which is no Exception in Python.
+            if type(error).__name__ != "PanicException":
+                raise
+            raise RequestError(
+                "The tokenizer gave up on the text, which has too long a run of the same kind of "
+                f"character: {error}. Shorten or split that run."
             ) from error
 
     def _check_plain_encoder(self, where: str) -> None:
@@ -151,6 +175,16 @@ class IncrementalDecoder:
         """End the stream. An incomplete character is dropped, so this returns the empty string."""
         self._utf8.reset()
         return ""
+
+
+def _longest_token(spec: dict[str, Any], table: list[bytes]) -> int | None:
+    """The most bytes of text that one token can stand for; None where that has no bound, as a
+    normaliser or a token that takes the blanks around it may shorten text."""
+    if spec.get("normalizer") is not None:
+        return None
+    if any(t.get("lstrip") or t.get("rstrip") for t in spec["added_tokens"]):
+        return None
+    return max(map(len, table))
 
 
 def engram_token_map(tokenizer: Tokenizer) -> list[int]:

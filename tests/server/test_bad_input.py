@@ -238,11 +238,40 @@ def test_unknown_paths_and_methods(shared: Client) -> None:
 
 
 def test_a_prompt_longer_than_the_context(shared: Client) -> None:
-    for response in (shared.chat("x" * 5000), shared.complete("x" * 5000)):
+    for response, field in (
+        (shared.chat("x" * 5000), "messages"),
+        (shared.complete("x" * 5000), "prompt"),
+    ):
         error = error_of(response, 400)
+        assert error["param"] == field
         assert error["code"] == "context_length_exceeded"
         assert re.search(r"prompt has \d+ tokens.*context is 4096", error["message"])
     still_serves(shared)
+
+
+def test_a_prompt_that_cannot_fit_is_not_encoded(
+    make_client: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megabytes of text took half a minute and 2 GB to be told that they are too long."""
+    client = make_client()
+    encoded: list[int] = []
+    encode = client.toy.tokenizer._encode
+
+    def counted(encoder: Any, text: str) -> list[int]:
+        encoded.append(len(text))
+        return encode(encoder, text)
+
+    monkeypatch.setattr(client.toy.tokenizer, "_encode", counted)
+    many = [{"role": role, "content": "x" * 4000} for role in ("user", "assistant")] * 500
+    for response in (
+        client.chat("x" * 4_000_000),
+        client.chat(messages=many),
+        client.complete("x" * 4_000_000),
+        client.complete("x" * 4_000_000, parse_special=True),
+        client.complete("x", suffix="y" * 4_000_000),
+    ):
+        assert error_of(response, 400)["code"] == "context_length_exceeded"
+    assert sum(encoded) < 20_000
 
 
 COMPLETIONS: dict[str, tuple[dict[str, Any], str, str]] = {

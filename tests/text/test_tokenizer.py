@@ -1,6 +1,8 @@
 """Tokenizer files, encoding of plain text, decoding of streams, the Engram map."""
 
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepdraft.errors import CheckpointError, RequestError
+from deepdraft.errors import CheckpointError, PromptTooLong, RequestError
 from deepdraft.text.tokenizer import Tokenizer, engram_token_map
 from tests.text import cases
 
@@ -88,6 +90,62 @@ def test_token_bytes() -> None:
 def test_lone_surrogates_are_a_request_error(encode: str) -> None:
     with pytest.raises(RequestError, match="surrogate"):
         getattr(cases.toy_tokenizer(), encode)("a\ud800b")
+
+
+@given(TEXTS, st.integers(0, 40), st.integers(0, 3))
+def test_only_text_that_cannot_fit_is_refused_unread(text: str, room: int, before: int) -> None:
+    tokenizer = cases.toy_tokenizer()
+    num = before + min(map(len, (tokenizer.encode_text(text), tokenizer.encode_with_control(text))))
+    try:
+        tokenizer.check_fits(text, room, before=before, param="prompt")
+    except PromptTooLong as error:
+        assert num > room
+        assert error.param == "prompt" and f"context is {room}" in error.message
+    else:
+        assert len(text) <= room * max(len(s) * 3 for s in cases.CONTROL)
+
+
+def test_text_that_may_shrink_is_never_refused_unread() -> None:
+    spec = json.loads((cases.TINY / "tokenizer.json").read_text())
+    spec["normalizer"] = {"type": "NFC"}
+    Tokenizer(spec, "here").check_fits("a" * 10**6, 1, param="prompt")
+
+
+def split_by(pattern: str) -> Tokenizer:
+    spec = json.loads((cases.TINY / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+    steps = [split | {"invert": False}, {**spec["decoder"], "use_regex": False}]
+    spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+    return Tokenizer(spec, "here")
+
+
+def test_a_pattern_that_gives_up_is_a_request_error(capfd: pytest.CaptureFixture[str]) -> None:
+    tokenizer = split_by("(x+x+)+y")
+    assert tokenizer.encode_text("xxxy")
+    with pytest.raises(RequestError, match="gave up"):
+        tokenizer.encode_text("x" * 60)
+    assert tokenizer.encode_text("xxxy")
+
+
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    tokenizer = cases.toy_tokenizer()
+    gaps, done = [0.0], threading.Event()
+
+    def tick() -> None:
+        last = time.monotonic()
+        while not done.wait(0.001):
+            now = time.monotonic()
+            gaps.append(now - last)
+            last = now
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    start = time.monotonic()
+    tokenizer.encode_text("aB1 _-" * 200_000)
+    took = time.monotonic() - start
+    done.set()
+    thread.join()
+    assert len(gaps) > 20 and max(gaps) < took / 2, (max(gaps), took)
 
 
 def test_engram_map_of_the_golden_tokenizer() -> None:
