@@ -77,7 +77,7 @@ def spoil(pool: StatePool) -> None:
 class RecordPool(StatePool):
     """A pool of published records, 528 + 288 + 68 bytes at published sizes."""
 
-    def __init__(self, args, *, num_sequences: int, max_tokens: int, slack: int = 16) -> None:  # noqa: ANN001
+    def __init__(self, args, *, num_sequences: int, max_tokens: int, slack: int = 16) -> None:
         super().__init__(
             args,
             num_sequences=num_sequences,

@@ -104,8 +104,8 @@ def test_a_shallower_recompute_would_be_wrong(
     monkeypatch.setattr(
         type(served.cache.geometry), "depth", lambda self, layers: (layers - 1) * (W - 1)
     )
-    cold, cold_logits, _, a = served.answer(prompt, cached=False, keep=False)
-    _, warm_logits, resumed, b = served.answer(prompt, keep=False)
+    _, cold_logits, _, _ = served.answer(prompt, cached=False, keep=False)
+    _, warm_logits, resumed, _ = served.answer(prompt, keep=False)
     assert resumed is not None and resumed.num_tokens == 160
     assert not torch.equal(cold_logits, warm_logits)
 
@@ -174,7 +174,7 @@ def test_taking_tokens_back_after_a_resume(model: DeepseekV41) -> None:
     both(served, prompt)
     for end in (79, 80):
         longer = [*prompt[:end], 77, 78]
-        cold, _, _, a = served.answer(longer, steps=0, cached=False, keep=False)
+        _, _, _, a = served.answer(longer, steps=0, cached=False, keep=False)
         _, _, resumed, b = served.answer(longer, steps=0, keep=False)
         assert resumed is not None
         logits = []
