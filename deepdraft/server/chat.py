@@ -52,7 +52,9 @@ def chat_job(
     conversation = read_conversation(body)
     check_conversation(conversation, images=False)
     _check_unforced(body)
-    rendered = text.render_chat(conversation, model.tokenizer, model.family)
+    rendered = text.render_chat(
+        conversation, model.tokenizer, model.family, max_tokens=model.max_tokens
+    )
     wanted = body.max_completion_tokens
     thinking = conversation.thinking
     limit = sampling.num_new_tokens(
