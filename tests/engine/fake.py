@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from deepdraft.errors import StateError
+
 Script = Callable[[Sequence[int]], Sequence[int]]
 
 
@@ -86,10 +88,70 @@ class FakeRunner:
         return torch.stack(rows)
 
     def _logits(self, handle: FakeSequence) -> Tensor:
+        return self.spoil(handle, self.clean_logits(handle))
+
+    def clean_logits(self, handle: FakeSequence) -> Tensor:
+        """The logits after a sequence, before `spoil`."""
         ids = torch.arange(self.vocab_size, dtype=torch.float64)
         salt = 31.0 * handle.num_tokens + 7.0 * handle.token_ids[-1]
         logits = torch.sin(ids * 12.9898 + salt).float()
         answer = self.script(handle.token_ids[: handle.num_prompt])
         index = handle.num_tokens - handle.num_prompt
         logits[answer[index] if index < len(answer) else 1] += self.strength
-        return self.spoil(handle, logits)
+        return logits
+
+
+class FakeDraft:
+    """Drafts of one sequence: the model's own logits, off by `error`."""
+
+    def __init__(self, runner: "DraftingRunner", handle: FakeSequence, last: int) -> None:
+        self.runner = runner
+        self.ahead = FakeSequence()
+        self.ahead.token_ids = [*handle.token_ids]
+        self.ahead.num_prompt = handle.num_prompt
+
+    def __len__(self) -> int:
+        return self.runner.block_size
+
+    def refine(self, i: int, previous: int) -> tuple[Tensor, float]:
+        self.runner.refine_fault(self.ahead, i)
+        self.ahead.token_ids.append(previous)
+        logits = self.runner.clean_logits(self.ahead)
+        ids = torch.arange(self.runner.vocab_size)
+        logits = logits + self.runner.error * torch.cos(ids * 7.77 + self.ahead.num_tokens).float()
+        return self.runner.spoil_draft(i, logits), self.runner.confidence
+
+
+class DraftingRunner(FakeRunner):
+    """A fake runner with a drafter. `refused` sequences cannot be drafted for."""
+
+    def __init__(
+        self, *args: object, block_size: int = 5, error: float = 0.5, **options: object
+    ) -> None:
+        super().__init__(*args, **options)  # type: ignore[arg-type]
+        self.block_size = block_size
+        self.error = error
+        self.confidence = 3.0
+        self.refused: Callable[[FakeSequence], bool] = lambda s: False
+        self.draft_fault: Callable[[list[FakeSequence]], None] = lambda s: None
+        self.refine_fault: Callable[[FakeSequence, int], None] = lambda s, i: None
+        self.spoil_draft: Callable[[int, Tensor], Tensor] = lambda i, logits: logits
+        self.scrubbed: list[FakeSequence] = []
+        self.num_free = 0
+        self.device = "cpu"
+
+    def draft(self, batch: list[tuple[FakeSequence, int]]) -> list[FakeDraft]:
+        self.draft_fault([handle for handle, _ in batch])
+        for handle, _ in batch:
+            if self.refused(handle):
+                raise StateError("the drafter is cold")
+        return [FakeDraft(self, handle, last) for handle, last in batch]
+
+    def commit(self, handle: FakeSequence, num_tokens: int) -> None:
+        assert 0 < num_tokens <= handle.num_tokens
+        del handle.token_ids[num_tokens:]
+
+    def close_sequence(self, handle: FakeSequence, *, scrub: bool = False) -> None:
+        if scrub:
+            self.scrubbed.append(handle)
+        super().close_sequence(handle)
