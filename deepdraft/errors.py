@@ -13,6 +13,8 @@
 A message says what was wrong, where, and what to do.
 """
 
+_MOST_QUOTED = 2000
+
 
 class DeepdraftError(Exception):
     """Base of all errors of deepdraft. `http_status`, `kind` and `code` shape the HTTP answer."""
@@ -40,11 +42,20 @@ class StateError(DeepdraftError):
 
 
 class RequestError(DeepdraftError):
-    """The request is wrong; the client must change it."""
+    """The request is wrong; the client must change it.
+
+    A message that quotes the client's own megabytes is cut to its ends.
+    """
 
     http_status = 400
     kind = "invalid_request_error"
     code = "invalid_request_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        if len(message) > _MOST_QUOTED:
+            half = _MOST_QUOTED // 2
+            message = f"{message[:half]} [...] {message[-half:]}"
+        super().__init__(message, param=param)
 
 
 class PromptTooLong(RequestError):

@@ -274,6 +274,27 @@ def test_a_prompt_that_cannot_fit_is_not_encoded(
     assert sum(encoded) < 20_000
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": "m" * 15_000},
+        {"reasoning_effort": "e" * 15_000},
+        {"reasoning_effort": {"a": "e" * 15_000}},
+        {"task": "t" * 15_000},
+        {"logit_bias": {"b" * 15_000: 1}},
+        {"thinking": {"type": "x" * 15_000}},
+        {"messages": [{"role": "r" * 15_000, "content": "a"}]},
+        {"messages": [USER, {"role": "tool", "tool_call_id": "i" * 15_000, "content": "x"}]},
+        {"tool_choice": {"type": "function", "function": {"name": "f" * 15_000}}},
+        {"tools": [{"type": "function", "function": {"name": "f" * 15_000}}]},
+    ],
+)
+def test_errors_do_not_send_megabytes_back(fields: dict[str, Any], shared: Client) -> None:
+    response = shared.chat(**fields)
+    assert 400 <= response.status_code < 500
+    assert len(response.content) < 4000
+
+
 COMPLETIONS: dict[str, tuple[dict[str, Any], str, str]] = {
     "no prompt": ({"prompt": []}, "prompt", "empty"),
     "empty text": ({"prompt": "", "add_special_tokens": False}, "prompt", "empty"),
