@@ -10,7 +10,7 @@ from deepdraft.config import Config, EngineConfig, ServerConfig
 from deepdraft.engine.load import LoadedModel
 from deepdraft.server.service import Service
 from deepdraft.text.tokenizer import Tokenizer
-from tests.engine.fake import FakeRunner
+from tests.engine.fake import DraftingRunner, FakeRunner
 
 CHAT_TOKENS = (
     "<｜begin▁of▁sentence｜>",
@@ -81,9 +81,11 @@ class Toy:
         server: dict[str, Any] | None = None,
         max_tokens: int = 4096,
         defaults: dict[str, float] | None = None,
+        drafts: bool = False,
     ) -> None:
         self.tokenizer = Tokenizer.load(tokenizer_file(directory, special))
-        self.runner = FakeRunner(vocab_size=self.tokenizer.vocab_size, max_tokens=max_tokens)
+        kind = DraftingRunner if drafts else FakeRunner
+        self.runner: FakeRunner = kind(vocab_size=self.tokenizer.vocab_size, max_tokens=max_tokens)
         self.prompts: list[str] = []
         self.defaults = defaults or {}
         self.gate = threading.Event()
