@@ -101,6 +101,8 @@ def encode_rows(rows: Tensor, row_format: RowFormat) -> tuple[Bytes, Bytes]:
     if row_format in ("f32", "f64"):
         if _FLOAT.get(rows.dtype) != row_format:
             raise SnapshotError(f"the layout stores {row_format}, the pool holds {rows.dtype}")
+        if not torch.isfinite(rows).all():
+            raise SnapshotError("rows hold NaN or infinities: nothing was stored")
         raw = rows.contiguous().cpu().view(torch.uint8).numpy()
         return raw, raw[:, :0]
     pack, unpack = _PACK[row_format]

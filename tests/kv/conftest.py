@@ -65,13 +65,14 @@ class Served:
         num_drafts: int | None = None,
         layout: Layout | None = None,
         expected: bytes = FINGERPRINT,
+        context: int = CONTEXT,
         **options: Any,
     ) -> None:
         self.model = model
         self.runner = Runner(
             model,
             prefill=mode,
-            max_context=CONTEXT,
+            max_context=context,
             num_sequences=sequences,
             step_rows=SLACK,
             num_drafts=num_drafts,

@@ -170,6 +170,14 @@ def test_rows_off_the_grid_are_refused(row_format: str, value: float) -> None:
         codec.encode_rows(rows, row_format)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_broken_plain_rows_are_refused(value: float) -> None:
+    rows = torch.ones(3, 64)
+    rows[1, 5] = value
+    with pytest.raises(SnapshotError, match="NaN"):
+        codec.encode_rows(rows, "f32")
+
+
 def test_plain_rows_must_have_the_layouts_width() -> None:
     with pytest.raises(SnapshotError, match="f32"):
         codec.encode_rows(torch.zeros(2, 8, dtype=torch.float64), "f32")
