@@ -1,7 +1,7 @@
 """Frozen records that every layer may see. No torch, no wire format."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Rule = Literal["token", "block", "coupled"]
@@ -41,6 +41,35 @@ class SpeculationParams:
     """The response shows the counters."""
 
 
+class TokenMatcher(Protocol):
+    """Where one answer stands in its grammar; `engine.grammar.Matcher` is one."""
+
+    def mask(self) -> Any:
+        """The tokens (bool [V], numpy) that may come next, or None: all of them."""
+        ...
+
+    def advance(self, token_id: int, /) -> bool:
+        """Takes a token; False, and nothing is changed, where it is not allowed."""
+        ...
+
+    def rollback(self, num_tokens: int, /) -> None:
+        """Takes back the last tokens."""
+        ...
+
+    @property
+    def is_finished(self) -> bool:
+        """Nothing but the end of the answer may follow."""
+        ...
+
+
+class TokenGrammar(Protocol):
+    """What an answer must look like; `engine.grammar.Grammar` is one."""
+
+    def matcher(self) -> TokenMatcher:
+        """The state of a new answer. May be called from any thread."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """A prompt as token ids and how to go on from it."""
@@ -52,6 +81,8 @@ class GenerateRequest:
     stop_token_ids: frozenset[int] = frozenset()
     """Ids that end the answer; the id itself is reported as the last token."""
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
+    grammar: TokenGrammar | None = None
+    """What the answer must look like. It ends by itself where nothing may follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +127,8 @@ class TokenEvent:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
+    at_fault: bool = False
+    """The error is the request's own fault."""
     num_cached_tokens: int = 0
     stats: DecodeStats | None = None
     """In the last event of a request that was decoded."""

@@ -250,6 +250,8 @@ class Engine:
     def _open(self, request: Request) -> None:
         try:
             request.handle = self.runner.open_sequence()
+            if request.source.grammar is not None:
+                request.matcher = request.source.grammar.matcher()
             self.speculator.settle(request)
         except Exception as error:
             self._fail(request, "opening a sequence", error)
@@ -335,6 +337,11 @@ class Engine:
         """What a block appends; None where judging failed, and with it the request."""
         try:
             return self.speculator.judge(block, logits_RV)
+        except RequestError as error:
+            block.request.at_fault = True
+            where = f"position {block.start - block.request.num_prompt} of the answer"
+            self._finish(block.request, "error", error=f"{error.message} ({where})")
+            return None
         except Exception as error:
             self._fail(block.request, f"sampling at position {block.start}", error)
             return None
@@ -345,8 +352,12 @@ class Engine:
         reason: FinishReason | None = None
         taken: list[Choice] = []
         for choice in outcome.choices:
+            try:
+                reason = request.append(choice.token_id)
+            except Exception as error:
+                self._fail(request, f"position {request.next_position}", error)
+                return
             taken.append(choice)
-            reason = request.append(choice.token_id)
             if reason is not None:
                 break
         self.counters.add("generated_tokens", len(taken))
@@ -435,6 +446,7 @@ class Engine:
             logprobs=logprobs,
             finish_reason=reason,
             error=error,
+            at_fault=request.at_fault,
             stats=stats,
         )
         try:

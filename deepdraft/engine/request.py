@@ -10,8 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from deepdraft.errors import EngineError
 from deepdraft.spec.schedule import DraftGate, RateMeter
-from deepdraft.types import DecodeStats, FinishReason, GenerateRequest, Rule, TokenEvent
+from deepdraft.types import (
+    DecodeStats,
+    FinishReason,
+    GenerateRequest,
+    Rule,
+    TokenEvent,
+    TokenMatcher,
+)
 
 EventSink = Callable[[TokenEvent], None]
 
@@ -67,6 +75,10 @@ class Request:
     gate: DraftGate = field(default_factory=DraftGate)
     meter: RateMeter = field(default_factory=RateMeter)
     record: DecodeRecord = field(default_factory=DecodeRecord)
+    matcher: TokenMatcher | None = None
+    """Where the answer stands in its grammar, if it has one; made on admission."""
+    at_fault: bool = False
+    """It fails by its own fault."""
     tainted: bool = False
     """Its state may hold NaN or infinities."""
     cancelled: bool = False
@@ -98,10 +110,17 @@ class Request:
         return self.source.max_new_tokens - len(self.output_ids)
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Takes one chosen token; returns why the answer ends here, or None."""
+        """Takes one chosen token; returns why the answer ends here, or None.
+
+        Raises EngineError for a token that the grammar forbids.
+        """
+        if self.matcher is not None and not self.matcher.advance(token_id):
+            raise EngineError(f"token {token_id} was chosen although the grammar forbids it")
         self.output_ids.append(token_id)
         self.output_counts[token_id] += 1
         if token_id in self.source.stop_token_ids:
+            return "stop"
+        if self.matcher is not None and self.matcher.is_finished:
             return "stop"
         if len(self.output_ids) >= self.source.max_new_tokens:
             return "length"

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,6 +40,8 @@ class Row:
     position: int
     output_counts: Mapping[int, int] | None = None
     prompt_ids: Collection[int] = ()
+    mask: np.ndarray | None = None
+    """The tokens (bool [V]) that a grammar allows; None: all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +134,9 @@ class Sampler:
             return Choice(error=error)
         params = row.params
         if params.temperature == 0.0 and not _adjusts(row):
-            return Choice(token_id=top[1])
+            # The best of all tokens is the best of those allowed if it is one of them.
+            if row.mask is None or row.mask[top[1]]:
+                return Choice(token_id=top[1])
         scores_V = scores(logits_V, row)
         if params.temperature != 0.0:
             scores_V = scores_V + self.gumbel(params.seed, row.position)
@@ -158,12 +163,15 @@ def nothing_allowed(row: Row) -> str:
 def scores(logits_V: Tensor, row: Row) -> Tensor:
     """Log-weights [V] (float64, not normalised) that the row's token is drawn from.
 
-    Order: repetition, frequency and presence penalty, bias, temperature, top-k, top-p among what
-    top-k left, min-p relative to the best token. A filtered token is -inf. At temperature 0 the
-    adjusted logits come back unfiltered: argmax needs no filter.
+    Order: grammar mask, repetition, frequency and presence penalty, bias, temperature, top-k,
+    top-p among what top-k left, min-p relative to the best token. A filtered token is -inf. At
+    temperature 0 the adjusted logits come back unfiltered: argmax needs no filter.
     """
     params = row.params
     scores_V = logits_V.double()
+    if row.mask is not None:
+        allowed_V = torch.from_numpy(row.mask).to(scores_V.device)
+        scores_V = scores_V.masked_fill(~allowed_V, -math.inf)
     if _adjusts(row):
         scores_V = _adjust(scores_V, row)
     if params.temperature == 0.0:

@@ -29,6 +29,7 @@ from deepdraft.engine.sampler import (
     scores,
     unusable,
 )
+from deepdraft.errors import DeepdraftError, EngineError
 from deepdraft.spec.calibrate import Calibration
 from deepdraft.spec.costs import StepCosts
 from deepdraft.spec.laws import is_law, law
@@ -92,21 +93,36 @@ class Block:
         self.raw: list[float] = []
         self.num_drafted = 0
         """Drafts before the schedule cut them."""
+        self.error: DeepdraftError | None = None
+        """Why the request can have no further token."""
+        self._walked = 0
+        """Drafts that the grammar's matcher was led through."""
         params = request.source.sampling
         self._counts = bool(
             params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
         )
+        mask = None
+        if request.matcher is not None:
+            try:
+                mask = request.matcher.mask()
+            except DeepdraftError as error:
+                self.error = error
         self.rows = [
             Row(
                 params=params,
                 position=self.start,
                 output_counts=request.output_counts,
                 prompt_ids=request.source.prompt_ids,
+                mask=mask,
             )
         ]
 
     def extend(self, token_id: int, raw: float, law_V: Law | None) -> None:
-        """Adds a draft, and the row of the place behind it."""
+        """Adds a draft, and the row of the place behind it.
+
+        Raises, and adds nothing, where the grammar has nothing to say behind it.
+        """
+        mask = self._walk(token_id)
         self.token_ids.append(token_id)
         self.raw.append(raw)
         if self.laws is not None and law_V is not None:
@@ -122,8 +138,30 @@ class Block:
                 position=last.position + 1,
                 output_counts=counts,
                 prompt_ids=last.prompt_ids,
+                mask=mask,
             )
         )
+
+    def _walk(self, token_id: int) -> np.ndarray | None:
+        matcher = self.request.matcher
+        if matcher is None:
+            return None
+        if not matcher.advance(token_id):
+            raise EngineError(f"token {token_id} was drafted although the grammar forbids it")
+        self._walked += 1
+        return matcher.mask()
+
+    @property
+    def complete(self) -> bool:
+        """The drafts complete what the grammar asks for."""
+        matcher = self.request.matcher
+        return matcher is not None and matcher.is_finished
+
+    def walk_back(self) -> None:
+        """Leads the grammar's matcher back to before the drafts."""
+        if self.request.matcher is not None:
+            self.request.matcher.rollback(self._walked)
+            self._walked = 0
 
     def cut(self, num_drafts: int) -> None:
         """Keeps the first drafts. Raw confidences stay: what was cut is part of the record."""
@@ -208,7 +246,7 @@ class Speculator:
         Never raises: a drafter that fails costs the drafts.
         """
         blocks = [Block(request) for request in requests]
-        wanting = [block for block in blocks if self._most_drafts(block.request)]
+        wanting = [b for b in blocks if b.error is None and self._most_drafts(b.request)]
         if self._by_cost:
             wanting = [block for block in wanting if block.request.gate.wants_draft()]
         if wanting:
@@ -218,6 +256,8 @@ class Speculator:
                 except Exception:
                     # What was drafted before stands: each draft is complete with its law.
                     logger.warning("drafting failed at %d", block.start, exc_info=True)
+                finally:
+                    block.walk_back()
             for block in wanting:
                 block.num_drafted = len(block.token_ids)
             self._schedule(blocks)
@@ -262,7 +302,7 @@ class Speculator:
                     break
                 previous = dice.draft(row.position, law_V)
             block.extend(previous, raw, law_V)
-            if previous in stops:
+            if previous in stops or block.complete:
                 break  # known from drafts that stay, so a legal end of the block
 
     def _schedule(self, blocks: Sequence[Block]) -> None:
@@ -308,6 +348,8 @@ class Speculator:
     def judge(self, block: Block, logits_RV: Tensor) -> Outcome:
         """What the block appends to its request. logits [drafts + 1, V]."""
         request = block.request
+        if block.error is not None:
+            raise block.error
         tops = self._sampler.tops(logits_RV)
         if not all(math.isfinite(value) for value, _ in tops):
             # Perhaps behind a draft that falls, yet the sequence's memory has held it.

@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from typing import Any
 
-from deepdraft.errors import EngineError, Overloaded
+from deepdraft.errors import EngineError, Overloaded, RequestError
 from deepdraft.server.sampling import ModelView
 from deepdraft.types import DecodeStats, FinishReason, GenerateRequest, TokenEvent, TokenLogprob
 
@@ -104,14 +104,16 @@ class Job(ABC):
     def push(self, event: TokenEvent) -> list[Json]:
         """Takes an engine event; returns stream chunks.
 
-        Raises EngineError when the engine failed on it, Overloaded when it was told to stop. A
-        choice that ended by a stop string ignores what the engine still sends.
+        Raises EngineError when the engine failed on it, RequestError when that was the request's
+        own fault, Overloaded when it was told to stop. A choice that ended by a stop string
+        ignores what the engine still sends.
         """
         choice = self._by_request[event.request_id]
         if choice.finish_reason is not None:
             return []
         if event.finish_reason == "error":
-            raise EngineError(event.error or "the engine failed")
+            message = event.error or "the engine failed"
+            raise RequestError(message) if event.at_fault else EngineError(message)
         if event.finish_reason == "abort":
             raise Overloaded("the server is shutting down; the answer was cut off")
         choice.num_cached = max(choice.num_cached, event.num_cached_tokens)
