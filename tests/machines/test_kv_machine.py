@@ -180,6 +180,16 @@ class CacheMachine(RuleBasedStateMachine):
         self.memory.expire()
         self._ended()
 
+    @precondition(lambda self: any(r.safe_until is None for r in self.readers))
+    @rule(key=st.sampled_from(KEYS))
+    def let_leases_lapse_under_pressure(self, key: tuple[int, int, int]) -> None:
+        """The leases end by force, memory is wanted at once, and somebody writes to it."""
+        self.now = max(r.expires for r in self.readers if r.safe_until is None)
+        self.memory.expire()
+        self._ended()
+        self.memory.evict(self.memory.slab.num_slots)
+        self.store(key=key, n=39, with_points=True)
+
     def _ended(self) -> None:
         """Readers whose lease was ended by force keep reading until their grace is over."""
         for reader in self.readers:
