@@ -101,6 +101,12 @@ class ServerConfig:
     retry_after_s: int = 2
     """Value of Retry-After on a 503."""
     log_level: str = "info"
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    """Keys of which a request must bring one; none: every request passes. Never shown."""
+    response_retention_s: float = 3600.0
+    """Seconds that a response of the Responses API can be asked for again; 0: not at all."""
+    response_store_bytes: int = 64 << 20
+    """Memory for these responses; the oldest go first."""
 
     def __post_init__(self) -> None:
         _require(isinstance(self.host, str) and bool(self.host), "server.host", self.host, "a name")
@@ -115,6 +121,16 @@ class ServerConfig:
             value = getattr(self, name)
             ok = isinstance(value, int | float) and not isinstance(value, bool) and value >= least
             _require(ok, f"server.{name}", value, f"a number >= {least}")
+        value = self.response_retention_s
+        ok = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+        _require(ok, "server.response_retention_s", value, "a number >= 0")
+        ok = _is_int(self.response_store_bytes) and self.response_store_bytes >= 0
+        _require(ok, "server.response_store_bytes", self.response_store_bytes, "an integer >= 0")
+        keys = self.api_keys
+        if not isinstance(keys, tuple) or not all(map(_is_key, keys)):
+            raise ConfigError(
+                "server.api_keys must be a list of keys of printable ASCII without spaces"
+            )
         ok = self.log_level in ("debug", "info", "warning", "error")
         _require(ok, "server.log_level", self.log_level, "one of debug, info, warning, error")
 
@@ -125,6 +141,10 @@ class Config:
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+
+
+def _is_key(value: object) -> bool:
+    return isinstance(value, str) and bool(value) and all("!" <= c <= "~" for c in value)
 
 
 def _is_int(value: object) -> bool:

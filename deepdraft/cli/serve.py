@@ -28,6 +28,15 @@ from deepdraft.config import load_config
 @click.option(
     "--drain-seconds", type=float, metavar="S", help="Grace of running requests at the end [25]."
 )
+@click.option(
+    "--api-key",
+    "api_keys",
+    multiple=True,
+    envvar="DEEPDRAFT_API_KEY",
+    metavar="KEY",
+    help="A key that requests must bring; may be repeated. Better given as DEEPDRAFT_API_KEY, "
+    "where other users of the machine cannot see it.",
+)
 @click.option("--log-level", type=click.Choice(("debug", "info", "warning", "error")))
 @click.option("--config", "file", metavar="FILE", help="Settings in TOML; flags win over it.")
 def serve(model: str | None, file: str | None, **flags: Any) -> None:
@@ -45,6 +54,7 @@ def serve(model: str | None, file: str | None, **flags: Any) -> None:
             "served_model_names": flags["served_model_name"] or None,
             "drain_s": flags["drain_seconds"],
             "log_level": flags["log_level"],
+            "api_keys": flags["api_keys"] or None,
         },
     )
     path, name = model_directory(model)

@@ -7,7 +7,7 @@ Knows nothing of: prompts, sampling, signals, sockets. Importing it does not imp
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -20,15 +20,22 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from deepdraft import __version__
 from deepdraft.errors import DeepdraftError, RequestError
 from deepdraft.server import schema
+from deepdraft.server.auth import KeyGate
+from deepdraft.server.dialect_routes import dialect_routes
 from deepdraft.server.metrics import metrics_text
 from deepdraft.server.service import Service
+from deepdraft.server.wire_errors import body_for_path, messages_error_object, speaks_messages
 from deepdraft.telemetry import logger
 
 if TYPE_CHECKING:
     from deepdraft.server.job import Job
+    from deepdraft.server.sampling import ModelView
+    from deepdraft.server.stream import Wire
+
+JobT = TypeVar("JobT", bound="Job")
+ReadT = TypeVar("ReadT")
 
 PREFIXES = ("/v1", "", "/beta")
-# A bigger body is read into a job on a worker thread: tokenising it would stall every stream.
 _BIG_BODY_BYTES = 32 << 10
 
 Handler = Callable[[Request], Awaitable[ASGIApp]]
@@ -53,13 +60,11 @@ def json_response(
     )
 
 
-def error_response(error: Exception, retry_after_s: int) -> Response:
-    """The answer for an error; 503 carries Retry-After."""
-    from deepdraft.server.stream import error_body
-
+def error_response(error: Exception, retry_after_s: int, path: str) -> Response:
+    """The answer for an error of `path`; 503 carries Retry-After."""
     status = error.http_status if isinstance(error, DeepdraftError) else 500
     headers = {"retry-after": str(retry_after_s)} if status == 503 else None
-    return json_response(error_body(error), status, headers)
+    return json_response(body_for_path(error, path), status, headers)
 
 
 def create_app(service: Service) -> ASGIApp:
@@ -85,11 +90,14 @@ def create_app(service: Service) -> ASGIApp:
             ("/models/{name:path}", handlers.model, "GET"),
         ):
             routes.append(Route(prefix + path, handlers.guard(handler), methods=[method]))
-    return Starlette(
+    routes += dialect_routes(handlers)
+    app: ASGIApp = Starlette(
         routes=routes,
         lifespan=lifespan,
         exception_handlers={HTTPException: handlers.http_error},
     )
+    keys = service.config.server.api_keys
+    return KeyGate(app, keys) if keys else app
 
 
 class Handlers:
@@ -108,16 +116,16 @@ class Handlers:
             except ClientDisconnect:
                 return _nobody
             except DeepdraftError as error:
-                return self.error(error)
+                return self.error(error, request)
             except Exception as error:
                 logger.exception("%s %s failed", request.method, request.url.path)
-                return self.error(error)
+                return self.error(error, request)
 
         return guarded
 
-    def error(self, error: Exception) -> Response:
+    def error(self, error: Exception, request: Request) -> Response:
         """The answer for an error."""
-        return error_response(error, self.settings.retry_after_s)
+        return error_response(error, self.settings.retry_after_s, request.url.path)
 
     async def http_error(self, request: Request, error: Exception) -> Response:
         """Unknown paths and methods, in the same error shape."""
@@ -126,13 +134,17 @@ class Handlers:
             404: f"there is no {request.url.path} here",
             405: f"{request.url.path} does not take {request.method}",
         }
+        status, headers = error.status_code, dict(error.headers or {})
+        message = messages.get(status, error.detail)
+        if speaks_messages(request.url.path):
+            return json_response(messages_error_object(status, message), status, headers)
         body = {
-            "message": messages.get(error.status_code, error.detail),
+            "message": message,
             "type": "invalid_request_error",
             "param": None,
-            "code": "not_found" if error.status_code == 404 else "invalid_request_error",
+            "code": "not_found" if status == 404 else "invalid_request_error",
         }
-        return json_response({"error": body}, error.status_code, dict(error.headers or {}))
+        return json_response({"error": body}, status, headers)
 
     async def healthz(self, request: Request) -> Response:
         """200 while the process can answer, 503 once the model cannot come back by itself."""
@@ -164,43 +176,63 @@ class Handlers:
 
     async def chat(self, request: Request) -> ASGIApp:
         """POST /v1/chat/completions."""
-        engine, view = self.service.ready()
-        body = await self.body(request)
 
-        def make() -> "Job":
+        def make(body: bytes, view: "ModelView") -> "Job":
             from deepdraft.server.chat import chat_job
 
             fields, ignored = schema.read_body(body, schema.ChatRequest)
             name = self.service.resolve_name(fields.model, view)
             return chat_job(fields, name, view, ignored)
 
-        return await self.answer(request, engine, await _make(make, body))
+        return await self.serve(request, make)
 
     async def completions(self, request: Request) -> ASGIApp:
         """POST /v1/completions."""
-        engine, view = self.service.ready()
-        body = await self.body(request)
 
-        def make() -> "Job":
+        def make(body: bytes, view: "ModelView") -> "Job":
             from deepdraft.server.completions import completion_job
 
             fields, ignored = schema.read_body(body, schema.CompletionRequest)
             name = self.service.resolve_name(fields.model, view)
             return completion_job(fields, name, view, ignored)
 
-        return await self.answer(request, engine, await _make(make, body))
+        return await self.serve(request, make)
 
-    async def answer(self, request: Request, engine: Any, job: "Job") -> ASGIApp:
+    async def serve(
+        self,
+        request: Request,
+        make: "Callable[[bytes, ModelView], JobT]",
+        wire: "Callable[[JobT], Wire] | None" = None,
+    ) -> ASGIApp:
+        """Makes a job of the body and answers with that."""
+        engine, view = self.service.ready()
+        job = await self.read(request, lambda body: make(body, view))
+        return await self.answer(request, engine, job, wire(job) if wire else None)
+
+    async def read(self, request: Request, make: Callable[[bytes], ReadT]) -> ReadT:
+        """What `make` makes of the body.
+
+        A big body is read on a worker thread: tokenising it would stall every stream.
+        """
+        body = await self.body(request)
+        if len(body) > _BIG_BODY_BYTES:
+            return await asyncio.to_thread(make, body)
+        return make(body)
+
+    async def answer(
+        self, request: Request, engine: Any, job: "Job", wire: "Wire | None" = None
+    ) -> ASGIApp:
         """Queues a job and answers with its stream, or with its whole response."""
         from deepdraft.server.stream import StreamResponse, collect, frames, until_disconnect
 
-        headers = {"x-request-id": job.id}
+        # The second spelling is the one that Anthropic's clients read.
+        headers = {"x-request-id": job.id, "request-id": job.id}
         if job.ignored:
             headers["x-deepdraft-ignored"] = schema.header_value(job.ignored)
         events = engine.stream(job.requests)
         if job.stream:
             return StreamResponse(
-                frames(job, events, self.settings.keep_alive_s), events.close, headers
+                frames(job, events, self.settings.keep_alive_s, wire), events.close, headers
             )
         work = asyncio.ensure_future(collect(job, events))
         try:
@@ -224,12 +256,6 @@ class Handlers:
                 raise error
             parts.append(part)
         return b"".join(parts)
-
-
-async def _make(make: Callable[[], "Job"], body: bytes) -> "Job":
-    if len(body) > _BIG_BODY_BYTES:
-        return await asyncio.to_thread(make)
-    return make()
 
 
 async def _nobody(scope: Scope, receive: Receive, send: Send) -> None:

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from deepdraft.errors import DeepdraftError
 from deepdraft.server.job import Job, Json
+from deepdraft.server.wire_errors import error_body
 from deepdraft.telemetry import logger
 from deepdraft.types import TokenEvent
 
@@ -59,20 +60,6 @@ class EventSource(Protocol):
     def close(self) -> None:
         """Ends every request that still runs."""
         ...
-
-
-def error_body(error: Exception) -> Json:
-    """The nested error object of one of our errors; a foreign one shows nothing of itself."""
-    if not isinstance(error, DeepdraftError):
-        error = DeepdraftError("internal error; the server's log has the details")
-    return {
-        "error": {
-            "message": error.message,
-            "type": error.kind,
-            "param": error.param,
-            "code": error.code,
-        }
-    }
 
 
 async def collect(job: Job, events: EventSource) -> Json:
