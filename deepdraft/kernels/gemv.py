@@ -1,0 +1,250 @@
+"""Small-row matrix-vector products: FP8, FP8 x bf16 and bf16 weights; quantised activations.
+
+Contracts and references: `deepdraft.ops.gemm`. One program works on a tile of output rows, one part
+of K and 8 batch rows. Parts are added in order by the program that arrives last, so no sum depends
+on timing. What is chosen (tile, step, split) is a function of the weight alone.
+
+Letters: R batch rows, N output rows, K columns, G = K / 32.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepdraft.kernels.layout import GROUP, Tiled
+from deepdraft.kernels.rounding import (
+    ACT_FLOOR,
+    E4M3_CARRY,
+    inverse_of,
+    scale_bits,
+    to_bf16_rne,
+    to_e4m3_rne,
+)
+from deepdraft.kernels.runtime import INTERPRET, ROW_TILE, check, launch, next_power
+
+
+@dataclass(frozen=True, slots=True)
+class QuantRows:
+    """Activations in FP8: `codes` uint8 [R, K], `scales` float32 [K/32, R]; 8 divides R."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+# ---- device helpers ------------------------------------------------------------------------
+
+
+@triton.jit
+def dot_fp8(w, x, acc):
+    """E4M3 codes (uint8) [M, 32] x [32, T] + acc, exact products, fp32 sum."""
+    return tl.dot(w.to(tl.float8e4nv, bitcast=True), x.to(tl.float8e4nv, bitcast=True), acc)
+
+
+@triton.jit
+def dot_bf16(a, b, acc):
+    """bf16 [M, K] x [K, N] + acc, fp32 sum (the interpreter's bf16 dot is wrong)."""
+    if INTERPRET:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def group_factor(word, p: tl.constexpr):
+    """Byte p of int32 words of E8M0 bytes, as fp32."""
+    if p == 0:
+        bits = word << 23
+    elif p == 1:
+        bits = word << 15
+    elif p == 2:
+        bits = word << 7
+    else:
+        bits = word >> 1
+    return (bits & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def quantize_groups(x):
+    """fp32 [G, 32] -> E4M3 codes uint8 [G, 32] and scales fp32 [G] (power of two, amax >= 1e-4)."""
+    bits = scale_bits(tl.max(tl.abs(x), axis=1), ACT_FLOOR, E4M3_CARRY)
+    return to_e4m3_rne(x * inverse_of(bits)[:, None]), bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def combine_parts(part_ptr, arrive_ptr, acc, at, stride, SPLIT: tl.constexpr):
+    """Store one part at part_ptr + `at`; returns whether this program arrived last, and then the
+    sum of all parts in order. `stride`: from one part to the next."""
+    part = tl.program_id(1)
+    tl.store(part_ptr + part * stride + at, acc)
+    tl.debug_barrier()
+    before = tl.atomic_add(arrive_ptr, 1, sem="acq_rel")
+    last = before == SPLIT - 1
+    if last:
+        acc = tl.load(part_ptr + at, cache_modifier=".cg")
+        for s in range(1, SPLIT):
+            acc += tl.load(part_ptr + s * stride + at, cache_modifier=".cg")
+        tl.store(arrive_ptr, 0)
+    return last, acc
+
+
+# ---- kernels -------------------------------------------------------------------------------
+
+
+@triton.jit
+def quantize_kernel(x_ptr, codes_ptr, scales_ptr, K, R_PAD, GB: tl.constexpr):
+    row = tl.program_id(0)
+    g = tl.program_id(1) * GB + tl.arange(0, GB)
+    at = g[:, None] * 32 + tl.arange(0, 32)[None, :]
+    inside = g < K // 32
+    x = tl.load(x_ptr + row.to(tl.int64) * K + at, mask=inside[:, None], other=0.0).to(tl.float32)
+    codes, scales = quantize_groups(x)
+    tl.store(codes_ptr + row.to(tl.int64) * K + at, codes, mask=inside[:, None])
+    tl.store(scales_ptr + g * R_PAD + row, scales, mask=inside)
+
+
+@triton.jit
+def gemv_kernel(
+    w_ptr,
+    ws_ptr,
+    x_ptr,
+    xs_ptr,
+    part_ptr,
+    arrive_ptr,
+    y_ptr,
+    N,
+    STEPS,
+    R_PAD,
+    X_STRIDE,
+    BLOCK_ROWS,
+    BLOCK_COLS,
+    KIND: tl.constexpr,
+    TILE: tl.constexpr,
+    P: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROUND: tl.constexpr,
+    T: tl.constexpr,
+):
+    tile, part, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n, j, t = tl.arange(0, TILE), tl.arange(0, 32), tl.arange(0, T)
+    rows = row_tile * T + t
+    # A block-diagonal map reads the columns of its own block.
+    x_at = rows[None, :] * X_STRIDE + (tile * TILE // BLOCK_ROWS) * BLOCK_COLS + j[:, None]
+    w_at = tile.to(tl.int64) * STEPS * P * TILE * 32 + n[:, None] * 32 + j[None, :]
+    per_part = (STEPS + SPLIT - 1) // SPLIT
+    first = part * per_part
+    acc = tl.zeros((TILE, T), tl.float32)
+    for step in range(first, min(first + per_part, STEPS)):
+        if KIND != "bf16":
+            word = tl.load(ws_ptr + (tile * STEPS + step) * (TILE // 32) + n // 32)
+        else:
+            word = n
+        for p in tl.static_range(P):
+            g = step * P + p
+            w = tl.load(w_ptr + w_at + g * TILE * 32)
+            x = tl.load(x_ptr + x_at + g * 32)
+            if KIND == "bf16":
+                acc = dot_bf16(w, x, acc)
+            else:
+                zero = tl.zeros((TILE, T), tl.float32)
+                factor = group_factor(word, p)
+                if KIND == "fp8":
+                    x_scale = tl.load(xs_ptr + g * R_PAD + rows)
+                    acc += dot_fp8(w, x, zero) * (factor[:, None] * x_scale[None, :])
+                else:
+                    wide = w.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+                    acc += dot_bf16(to_bf16_rne(wide), x, zero) * factor[:, None]
+    row = tile * TILE + n
+    y_at = rows[None, :] * N + row[:, None]
+    mine = (row < N)[:, None] & (t >= 0)[None, :]
+    if SPLIT > 1:
+        where = rows[None, :] * (tl.num_programs(0) * TILE) + row[:, None]
+        stride = R_PAD * (tl.num_programs(0) * TILE)
+        counter = arrive_ptr + row_tile * tl.num_programs(0) + tile
+        last, acc = combine_parts(part_ptr, counter, acc, where, stride, SPLIT)
+        mine = mine & last
+    if ROUND:
+        tl.store(y_ptr + y_at, to_bf16_rne(acc), mask=mine)
+    else:
+        tl.store(y_ptr + y_at, acc, mask=mine)
+
+
+# ---- launches ------------------------------------------------------------------------------
+
+
+def quantize_rows(x: Tensor) -> QuantRows:
+    """x bfloat16 or float32 [R, K] -> FP8 in groups of 32 (contract: ops.gemm.quantize_rows)."""
+    device = check(x)
+    rows, cols = x.shape
+    if cols % GROUP:
+        raise ValueError(f"rows of {cols} values cannot be cut into groups of {GROUP}")
+    if rows % ROW_TILE:
+        raise ValueError(
+            f"{rows} rows must be padded to a multiple of {ROW_TILE} (runtime.pad_rows)"
+        )
+    codes = torch.empty(rows, cols, dtype=torch.uint8, device=device)
+    scales = torch.empty(cols // GROUP, rows, dtype=torch.float32, device=device)
+    per_program = min(32, next_power(cols // GROUP))
+    grid = (rows, triton.cdiv(cols // GROUP, per_program))
+    launch(quantize_kernel, grid, x, codes, scales, cols, rows, GB=per_program)
+    return QuantRows(codes, scales)
+
+
+def gemv(
+    x: QuantRows | Tensor, w: Tiled, *, blocks: int = 1, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """x [R, blocks * K] times w [N, K]: [R, N] in bfloat16 or float32 (contracts: ops.gemm).
+
+    QuantRows times fp8, or bfloat16 rows times fp8 or bf16. 8 divides R.
+    """
+    if isinstance(x, QuantRows):
+        values, x_scales = x.codes, x.scales
+    else:
+        values, x_scales = x, None
+    pad, width = values.shape
+    if width != blocks * w.cols or pad % ROW_TILE or w.rows % blocks:
+        raise ValueError(
+            f"{tuple(values.shape)=} must be [multiple of {ROW_TILE}, {blocks} x {w.cols}] for a "
+            f"matrix of {w.rows} x {w.cols}"
+        )
+    if (w.rows // blocks) % w.plan.tile and blocks > 1:
+        raise ValueError(f"a block of {w.rows // blocks} rows is no multiple of {w.plan.tile=}")
+    kind = w.kind if w.kind == "bf16" or x_scales is not None else "fp8xbf16"
+    if (kind == "bf16" and x_scales is not None) or w.kind == "fp4":
+        raise ValueError(f"{w.kind} weights do not go with {type(x).__name__} here")
+    device = check(values, w.values)
+    plan, tiles = w.plan, w.values.shape[0]
+    y = torch.empty(pad, w.rows, dtype=dtype, device=device)
+    if plan.split > 1:
+        part = torch.empty(plan.split, pad, tiles * plan.tile, dtype=torch.float32, device=device)
+    else:
+        part = y
+    # A constexpr decides which pointers are read; the others only need to be valid.
+    launch(
+        gemv_kernel,
+        (tiles, plan.split, pad // ROW_TILE),
+        w.values,
+        w.values if w.scales is None else w.scales,
+        values,
+        values if x_scales is None else x_scales,
+        part,
+        w.arrivals,
+        y,
+        w.rows,
+        w.cols // GROUP // plan.step,
+        pad,
+        width,
+        w.rows // blocks,
+        w.cols if blocks > 1 else 0,
+        KIND=kind,
+        TILE=plan.tile,
+        P=plan.step,
+        SPLIT=plan.split,
+        ROUND=dtype == torch.bfloat16,
+        T=ROW_TILE,
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+    )
+    return y
