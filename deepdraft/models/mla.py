@@ -25,6 +25,9 @@ from deepdraft.ops.rope import RopeTable
 
 Turn = tuple[Tensor, Tensor, Tensor]
 
+_LATENT_EPS = 1e-6
+"""Of the norms of both latents, whatever rms_norm_eps is."""
+
 
 class Chosen(NamedTuple):
     """Tokens that each row attends to: where they lie in the pool, int64 [R * K], and 0 or -inf for
@@ -61,7 +64,7 @@ class LatentAttention:
     def __init__(
         self, args: DeepseekV2Args | DeepseekV3Args, weights: Weights, prefix: str, layer: int
     ) -> None:
-        self.layer, self.eps = layer, args.rms_norm_eps
+        self.layer = layer
         self.heads, self.rank = args.num_attention_heads, args.kv_lora_rank
         self.nope, self.rope = args.qk_nope_head_dim, args.qk_rope_head_dim
         self.scale = args.softmax_scale
@@ -88,12 +91,12 @@ class LatentAttention:
         )
         if self.query_rank is None:
             return None, q, kv
-        latent = rms_norm(q, self.q_norm, self.eps)
+        latent = rms_norm(q, self.q_norm, _LATENT_EPS)
         return latent, torch.mm(latent, self.w_query), kv
 
     def write(self, kv: Tensor, rows: StepRows, turn: Turn) -> None:
         """Store the normed latent and the rotated key part of this step's tokens."""
-        latent = rms_norm(kv[:, : self.rank], self.kv_norm, self.eps)
+        latent = rms_norm(kv[:, : self.rank], self.kv_norm, _LATENT_EPS)
         key = rotate(kv[:, self.rank :], *turn)
         rows.write("latent", self.layer, torch.cat([latent, key], 1))
 

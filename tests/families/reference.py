@@ -71,7 +71,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "rope_scaling": {
             "rope_type": "llama3",
             "factor": 4.0,
-            "original_max_position_embeddings": 32,
+            "original_max_position_embeddings": 64,
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
         },
@@ -129,7 +129,7 @@ def make(name: str, config: dict[str, Any], directory: Path) -> None:
                 centre = 0.0 if "bias" in key else 1.0
                 value.copy_(centre + 0.3 * torch.randn_like(value))
             else:
-                value.copy_(torch.randn_like(value) * value.shape[-1] ** -0.5 )
+                value.copy_(torch.randn_like(value) * value.shape[-1] ** -0.5)
     at = directory / name
     model.save_pretrained(at / "checkpoint")
     (at / "checkpoint" / "generation_config.json").unlink(missing_ok=True)
