@@ -159,7 +159,11 @@ class CallSyntax:
         return f"{self.marker} {quote(self.space + text)}"
 
     def opening(self) -> str:
-        """The rest of the block's opening tag, after its marker."""
+        """The block's opening tag from its marker on."""
+        return f"{self.marker} {self.rest_of_opening()}"
+
+    def rest_of_opening(self) -> str:
+        """The block's opening tag behind its marker."""
         return quote(f"{self.space}{self.block}>\n")
 
 

@@ -6,11 +6,13 @@ Knows nothing of: prompt text, sockets, the engine's thread.
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 
 from deepdraft.errors import RequestError
 from deepdraft.server import sampling, schema
 from deepdraft.server.job import Choice, Job, Json, chat_logprob, engine_reason, response_id
 from deepdraft.server.sampling import ModelView
+from deepdraft.server.structured import chat_enforcement
 from deepdraft.text import prompt as text
 from deepdraft.text.conversation import TextPart
 from deepdraft.text.parse import (
@@ -51,10 +53,14 @@ def chat_job(
     )
     conversation = read_conversation(body)
     check_conversation(conversation, images=False)
-    _check_unforced(body)
     rendered = text.render_chat(
         conversation, model.tokenizer, model.family, max_tokens=model.max_tokens
     )
+    enforced = chat_enforcement(body, conversation, rendered.parse_start, model)
+    parse_start = rendered.parse_start
+    if enforced.form:
+        # Nothing but the form can come, so there is nothing to look for in it.
+        parse_start = replace(parse_start, json_output=False)
     wanted = body.max_completion_tokens
     thinking = conversation.thinking
     limit = sampling.num_new_tokens(
@@ -75,12 +81,13 @@ def chat_job(
         end_ids,
         n,
         sampling.speculation_params(body),
+        enforced.grammar,
     )
     choices: list[Choice] = [
         ChatChoice(
             i,
             model=model,
-            parser=OutputParser(rendered.parse_start, model.tokenizer),
+            parser=OutputParser(parse_start, model.tokenizer),
             thinking=thinking,
             stops=stops,
             hidden_ids=hidden_ids,
@@ -94,7 +101,7 @@ def chat_job(
         name=name,
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
-        ignored=ignored + _nested_ignored(body),
+        ignored=ignored + enforced.ignored,
         num_prompt=len(rendered.token_ids),
         requests=requests,
         choices=choices,
@@ -123,29 +130,6 @@ def _num_logprobs(body: schema.ChatRequest) -> int | None:
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     return (body.top_logprobs or 0) if body.logprobs else None
-
-
-def _check_unforced(body: schema.ChatRequest) -> None:
-    """Refuses promises that only a grammar could keep."""
-    form = body.response_format
-    if isinstance(form, schema.RegexFormat):
-        raise RequestError(
-            "response_format of type regex is refused: output cannot be forced into a pattern yet",
-            param="response_format",
-        )
-    if isinstance(form, schema.JsonSchemaFormat) and form.json_schema.strict:
-        raise RequestError(
-            "response_format.json_schema.strict is refused: output cannot be forced into a schema "
-            "yet; without strict the schema is written into the prompt and not enforced",
-            param="response_format.json_schema.strict",
-        )
-
-
-def _nested_ignored(body: schema.ChatRequest) -> tuple[str, ...]:
-    """Accepted fields below the top level that have no effect here."""
-    if any(t.function.strict for t in body.tools or ()):
-        return ("tools.function.strict",)
-    return ()
 
 
 def read_conversation(body: schema.ChatRequest) -> text.Conversation:
@@ -215,11 +199,7 @@ def _tool_choice(choice: str | schema.NamedToolChoice | None) -> text.ToolChoice
 
 
 def _response_format(
-    form: schema.TextFormat
-    | schema.JsonObjectFormat
-    | schema.JsonSchemaFormat
-    | schema.RegexFormat
-    | None,
+    form: schema.AnyFormat | None,
 ) -> text.ResponseFormat:
     if isinstance(form, schema.JsonObjectFormat):
         return text.ResponseFormat(kind="json_object")

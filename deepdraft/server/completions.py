@@ -10,6 +10,7 @@ from deepdraft.errors import RequestError
 from deepdraft.server import sampling, schema
 from deepdraft.server.job import Choice, Job, Json, engine_reason, response_id, token_text
 from deepdraft.server.sampling import ModelView
+from deepdraft.server.structured import completion_enforcement
 from deepdraft.text.parse import StopMatcher
 from deepdraft.text.prompt import render_fim
 from deepdraft.types import TokenEvent, TokenLogprob
@@ -42,6 +43,7 @@ def completion_job(
         for ids in prompts
     ]
     end_ids = sampling.stop_ids(body, model)
+    enforced = completion_enforcement(body, model)
     id = response_id("cmpl")
     requests = sampling.generate_requests(
         id,
@@ -51,6 +53,7 @@ def completion_job(
         end_ids,
         n,
         sampling.speculation_params(body),
+        enforced.grammar,
     )
     choices: list[Choice] = [
         TextChoice(
@@ -69,7 +72,7 @@ def completion_job(
         name=name,
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
-        ignored=ignored,
+        ignored=ignored + enforced.ignored,
         num_prompt=sum(len(ids) for ids in prompts),
         requests=requests,
         choices=choices,

@@ -12,7 +12,7 @@ from deepdraft.errors import PromptTooLong, RequestError
 from deepdraft.server.schema import SamplingFields
 from deepdraft.text.conversation import Family
 from deepdraft.text.tokenizer import Tokenizer
-from deepdraft.types import GenerateRequest, SamplingParams, SpeculationParams
+from deepdraft.types import GenerateRequest, SamplingParams, SpeculationParams, TokenGrammar
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
@@ -190,6 +190,7 @@ def generate_requests(
     stops: frozenset[int],
     n: int,
     speculation: SpeculationParams,
+    grammar: TokenGrammar | None = None,
 ) -> list[GenerateRequest]:
     """One request per choice: `n` for each prompt, named by the response's id and the index."""
     requests = []
@@ -205,6 +206,7 @@ def generate_requests(
                     max_new_tokens=limit,
                     stop_token_ids=stops,
                     speculation=speculation,
+                    grammar=grammar,
                 )
             )
     return requests

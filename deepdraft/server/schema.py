@@ -131,6 +131,25 @@ class RegexFormat(Struct, tag_field="type", tag="regex"):
     regex: str
 
 
+AnyFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat
+
+
+class StructuredOutputs(Struct, forbid_unknown_fields=True):
+    """A form of the answer, as vLLM spells it."""
+
+    json: Any = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    json_object: bool | None = None
+    grammar: Any = None
+    structural_tag: Any = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    disable_fallback: bool | None = None
+    """Without effect: there is one way to enforce a form."""
+
+
 class StreamOptions(Struct):
     """What a stream holds besides text."""
 
@@ -168,6 +187,11 @@ class SamplingFields(Struct, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    response_format: AnyFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
     speculation: SpeculationFields | None = None
 
 
@@ -183,7 +207,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[ToolSpec] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
-    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat | None = None
+    parallel_tool_calls: bool | None = None
     task: str | None = None
 
 
@@ -203,14 +227,14 @@ class CompletionRequest(SamplingFields, kw_only=True):
 # Fields without a place in the structs
 
 IGNORED_FIELDS: frozenset[str] = frozenset(
-    """cache_salt include_reasoning metadata moderation parallel_tool_calls prediction priority
+    """cache_salt guided_decoding_backend include_reasoning metadata moderation prediction priority
     prompt_cache_key prompt_cache_retention request_id safety_identifier separate_reasoning
     service_tier session_id skip_special_tokens spaces_between_special_tokens store
     stream_reasoning user user_id verbosity vllm_xargs""".split()
 )
 """Known fields that are accepted and change nothing; like unknown ones, named in a header."""
 
-_NO_GRAMMAR = "output cannot be forced into a form yet; use response_format, which asks for one"
+_NO_GRAMMAR = "use response_format, or structured_outputs with json, regex or choice"
 _NO_OLD_CALLS = "the old function interface is not served; use tools and tool_choice"
 _OTHER_SEARCH = "only sampling token by token is served"
 
@@ -227,15 +251,16 @@ REFUSED_FIELDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "function_call": (_NO_OLD_CALLS, bool),
     "functions": (_NO_OLD_CALLS, bool),
-    "guided_choice": (_NO_GRAMMAR, bool),
+    "ebnf": (_NO_GRAMMAR, bool),
     "guided_grammar": (_NO_GRAMMAR, bool),
-    "guided_json": (_NO_GRAMMAR, bool),
-    "guided_regex": (_NO_GRAMMAR, bool),
+    "guided_whitespace_pattern": (_NO_GRAMMAR, bool),
+    "json_schema": (_NO_GRAMMAR, bool),
     "length_penalty": (_OTHER_SEARCH, lambda v: v != 1),
     "min_tokens": ("an answer cannot be kept from ending yet; leave it out", bool),
     "modalities": ("only text is produced", lambda v: v != ["text"]),
     "prompt_logprobs": ("probabilities of the prompt's tokens are not served", bool),
-    "structured_outputs": (_NO_GRAMMAR, bool),
+    "regex": (_NO_GRAMMAR, bool),
+    "structural_tag": (_NO_GRAMMAR, bool),
     "use_beam_search": (_OTHER_SEARCH, bool),
     "web_search_options": ("the server has no web search", lambda v: v is not None),
 }

@@ -6,8 +6,8 @@ few places where we differ from its request conversion, and why.
 Knows nothing of: HTTP, models, sampling. Requests are checked by `request_rules`, not here.
 """
 
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 import deepseek_recipe as recipe
 
@@ -50,6 +50,7 @@ __all__ = [
     "render_chat",
     "render_fim",
     "resolve_thinking",
+    "tool_parameters",
 ]
 
 BOS = "<｜begin▁of▁sentence｜>"
@@ -152,7 +153,6 @@ def render_fim(
 
 def _render_segments(conversation: Conversation, family: Family, sentinel: str) -> list[Segment]:
     encoding = recipe.DeepseekV41Encoding() if family == "v4.1" else recipe.DeepseekV4Encoding()
-    choice = conversation.tool_choice
     tools = _offered_tools(conversation)
     response = conversation.response_format
     rendered = encoding.render_conversation(
@@ -163,7 +163,7 @@ def _render_segments(conversation: Conversation, family: Family, sentinel: str) 
             ],
             thinking_mode=conversation.thinking,
             tools=[_recipe_tool(t) for t in tools],
-            tool_choice="required" if tools and choice.mode in ("required", "function") else "auto",
+            tool_choice="required" if _opens_calls(conversation) else "auto",
             reasoning_effort=_level(conversation.effort) if conversation.thinking else None,
             response_format="json_object" if response.kind == "json_object" else "text",
             response_schema=response.schema if response.kind == "json_schema" else None,
@@ -180,6 +180,21 @@ def _render_segments(conversation: Conversation, family: Family, sentinel: str) 
     if done < len(rendered.prompt):
         segments.append((rendered.prompt[done:], False))
     return segments
+
+
+def _opens_calls(conversation: Conversation) -> bool:
+    """The prompt ends inside the block of calls. While the model thinks it cannot: there a call is
+    forced by a grammar, after the reasoning."""
+    forced = conversation.tool_choice.mode in ("required", "function")
+    return forced and bool(_offered_tools(conversation)) and not conversation.thinking
+
+
+def tool_parameters(tool: Tool) -> Mapping[str, Any] | None:
+    """The schema of a tool's arguments as the prompt shows it: that of a strict tool completed.
+
+    Raises RequestError for the schema of a strict tool that cannot be completed.
+    """
+    return _recipe_tool(tool).parameters if tool.strict else tool.parameters
 
 
 def _offered_tools(conversation: Conversation) -> tuple[Tool, ...]:
@@ -324,7 +339,6 @@ def _parse_start(conversation: Conversation) -> ParseStart:
     if conversation.task is not None:
         return ParseStart(stage="content")
     tools = bool(_offered_tools(conversation))
-    forced = tools and conversation.tool_choice.mode in ("required", "function")
     json_output = conversation.response_format.kind == "json_object"
     last = conversation.messages[-1] if conversation.messages else None
     if last is not None and last.role == "assistant" and last.prefix:
@@ -336,7 +350,12 @@ def _parse_start(conversation: Conversation) -> ParseStart:
             stage = "content"
     else:
         stage = "reasoning" if conversation.thinking else "content"
-    return ParseStart(stage=stage, tool_calls=tools, in_tool_calls=forced, json_output=json_output)
+    return ParseStart(
+        stage=stage,
+        tool_calls=tools,
+        in_tool_calls=_opens_calls(conversation),
+        json_output=json_output,
+    )
 
 
 def _encode(

@@ -218,12 +218,6 @@ def _check_tool_choice(conversation: Conversation) -> None:
         raise RequestError(
             f"tool_choice names {choice.name!r}, which is not among the tools.", param="tool_choice"
         )
-    if conversation.thinking:
-        raise RequestError(
-            "tool_choice cannot force a call while the model thinks. Switch thinking off "
-            '("thinking": {"type": "disabled"}) or use tool_choice "auto".',
-            param="tool_choice",
-        )
 
 
 def _check_response_format(response_format: ResponseFormat) -> None:

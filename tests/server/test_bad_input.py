@@ -126,11 +126,6 @@ FIELDS: dict[str, tuple[dict[str, Any], str | None, str]] = {
         "tools[0].type",
         "'custom'",
     ),
-    "forced call while thinking": (
-        {"tools": [TOOL], "tool_choice": "required", "thinking": True},
-        "tool_choice",
-        "while the model thinks",
-    ),
     "forced call without tools": ({"tool_choice": "required"}, "tool_choice", "no tools"),
     "prefix in the middle": (
         {"messages": [USER, {"role": "assistant", "content": "a", "prefix": True}, USER]},
@@ -143,20 +138,9 @@ FIELDS: dict[str, tuple[dict[str, Any], str | None, str]] = {
         "response_format",
         "json_schema",
     ),
-    "strict schema": (
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "s", "strict": True, "schema": {"type": "object"}},
-            }
-        },
-        "response_format.json_schema.strict",
-        "cannot be forced",
-    ),
-    "regex": ({"response_format": {"type": "regex", "regex": "a+"}}, "response_format", "pattern"),
     "functions": ({"functions": [{"name": "f"}]}, "functions", "use tools"),
     "audio output": ({"modalities": ["text", "audio"]}, "modalities", "only text"),
-    "grammar": ({"guided_regex": "a+"}, "guided_regex", "cannot be forced"),
+    "grammar": ({"guided_grammar": "start: /a/"}, "guided_grammar", "structured_outputs"),
     "min_tokens": ({"min_tokens": 3}, "min_tokens", "leave it out"),
     "continue": ({"continue_final_message": True}, "continue_final_message", '"prefix": true'),
 }

@@ -27,7 +27,6 @@ DIFFERENT = {
     "check/freq": 200,
     "check/logit_bias": 200,
     "check/chat_template_kwargs": 200,
-    "check/rf regex2": 400,
     "check/image in system": 400,
     "check/image v4": 400,
 }

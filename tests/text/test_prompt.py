@@ -374,6 +374,11 @@ def test_tool_choice() -> None:
         assert prompt.text.endswith("</think>\n\n<｜DSML｜ calls>\n")
         assert prompt.parse_start == ParseStart(tool_calls=True, in_tool_calls=True)
         assert [tool_line(prompt, i)["name"] for i in range(len(names))] == names
+        # While the model thinks the block stays closed: a grammar forces the call afterwards.
+        prompt = render(tools=tools, tool_choice=ToolChoice(mode=choice, name="g"))
+        assert prompt.text.endswith("<think>")
+        assert prompt.parse_start == ParseStart(stage="reasoning", tool_calls=True)
+        assert [tool_line(prompt, i)["name"] for i in range(len(names))] == names
 
 
 def _nested(depth: int) -> dict[str, Any]:

@@ -60,6 +60,7 @@ GOOD = [
     talk(HI, tools=(TOOL, Tool(name="G_-9"), Tool(name="x" * 128))),
     talk(HI, tools=(Tool(name="f", parameters={}),)),
     talk(HI, tools=(TOOL,), tool_choice=FORCED, thinking=False),
+    talk(HI, tools=(TOOL,), tool_choice=FORCED),
     talk(HI, tools=(TOOL,), tool_choice=ToolChoice(mode="function", name="f"), thinking=False),
     talk(HI, tools=(TOOL,), tool_choice=ToolChoice(mode="none")),
     talk(HI, tool_choice=ToolChoice(mode="none")),
@@ -128,7 +129,6 @@ BAD: list[tuple[Conversation, str, str]] = [
         "object",
     ),
     (talk(HI, tool_choice=FORCED, thinking=False), "tool_choice", "no tools"),
-    (talk(HI, tools=(TOOL,), tool_choice=FORCED), "tool_choice", "thinks"),
     (
         talk(HI, tools=(TOOL,), tool_choice=ToolChoice(mode="function", name="g"), thinking=False),
         "tool_choice",
