@@ -199,7 +199,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(slots=st.integers(1, 60))
     def evict(self, slots: int) -> None:
+        busy = [e for e in self.memory.entries.values() if e.pins or e.leases]
+        before = [(e, e.state) for e in busy]
         self.memory.evict(slots)
+        assert all(e.state is state for e, state in before), "evicted while in use"
 
     @precondition(lambda self: self.memory.entries)
     @rule(data=st.data())
@@ -301,7 +304,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 CacheMachine.TestCase.settings = settings(
-    max_examples=8,
+    max_examples=6,
     stateful_step_count=200,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

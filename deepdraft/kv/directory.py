@@ -1,0 +1,441 @@
+"""Who has the newest cache of a conversation: ownership records, one process or Redis.
+
+Owns: records (epoch, sequence, owner, fingerprint), claims, their time limits, the breaker.
+Knows nothing of: bytes, leases, sessions' names (keys are digests). Runs without torch.
+
+The directory is a hint. What is fetched is verified by manifest, tokens and digests, so a wrong
+record costs time, never an answer; and no directory means no sharing, never an error.
+
+A claim presents the epoch and sequence that a lookup gave and fails as STALE when either differs.
+An epoch is a random UUID made when the directory is empty; sequences come from a counter that lies
+in the same record as the epoch, so both are lost together and a sequence never comes back within an
+epoch. Every call offers a fresh UUID: one kept by a process would bring a lost epoch back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import re
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from deepdraft.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+logger = logging.getLogger(__name__)
+STALE = "STALE ownership changed, expired or directory restarted"
+ClaimResult = Literal["ok", "stale", "unknown", "unavailable"]
+_SESSION_ID = re.compile(r"[!-~]{1,256}")
+
+
+def session_key(tenant: str, session_id: str) -> str:
+    """SHA-256 over tenant and session id, hexadecimal. Raises RequestError (400) for bad ids.
+
+    Ids are 1 to 256 visible ASCII characters; neither part is ever logged or stored.
+    """
+    if not _SESSION_ID.fullmatch(session_id):
+        raise RequestError(
+            "the session id must be 1 to 256 visible ASCII characters", param="X-Session-ID"
+        )
+    return hashlib.sha256(tenant.encode() + b"\0" + session_id.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """`sequence` 0: nobody owns this conversation."""
+
+    epoch: str
+    sequence: int
+    owner: str = ""
+    fingerprint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """`sequence` is the new one when `result` is ok. unknown: the reply was lost and the record
+    does not show it; unavailable: there is no directory now. Neither may be retried blindly."""
+
+    result: ClaimResult
+    sequence: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Someone claimed a conversation. At most once and possibly never: a hint to evict first."""
+
+    key: str
+    epoch: str
+    sequence: int
+    owner: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectorySettings:
+    """Times in seconds."""
+
+    record_s: float = 24 * 3600.0
+    timeout_s: float = 0.2
+    breaker_failures: int = 3
+    breaker_s: float = 2.0
+    connections: int = 32
+
+    def __post_init__(self) -> None:
+        if min(self.record_s, self.timeout_s, self.breaker_s) <= 0 or self.connections < 1:
+            raise ConfigError("the KV directory's times and connections must be above 0")
+
+
+class Directory(Protocol):
+    """Both kinds. None and `unavailable` mean: no directory now."""
+
+    async def lookup(self, key: str) -> Record | None:
+        """The record of a conversation; renews it."""
+        ...
+
+    async def claim(self, key: str, seen: Record, owner: str, fingerprint: str) -> Claim:
+        """Become the owner if the record is still as `seen`."""
+        ...
+
+    async def check(self, key: str, mine: Record) -> bool | None:
+        """The record is still exactly this one; renews it then."""
+        ...
+
+    async def release(self, key: str, mine: Record) -> None:
+        """Give up ownership if it is still mine."""
+        ...
+
+    async def close(self) -> None:
+        """End connections."""
+        ...
+
+
+class LocalDirectory:
+    """Records of one process: the default, no service needed."""
+
+    def __init__(
+        self,
+        settings: DirectorySettings | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings or DirectorySettings()
+        self.clock = clock
+        self.epoch = str(uuid.uuid4())
+        self._generation = 0
+        self._records: dict[str, tuple[Record, float]] = {}
+
+    def _live(self, key: str) -> Record:
+        record, until = self._records.get(key, (Record(self.epoch, 0), 0.0))
+        if record.sequence and until <= self.clock():
+            del self._records[key]
+            return Record(self.epoch, 0)
+        return record
+
+    def _keep(self, key: str, record: Record) -> None:
+        self._records[key] = (record, self.clock() + self.settings.record_s)
+
+    async def lookup(self, key: str) -> Record | None:
+        """See `Directory`."""
+        record = self._live(key)
+        if record.sequence:
+            self._keep(key, record)
+        return record
+
+    async def claim(self, key: str, seen: Record, owner: str, fingerprint: str) -> Claim:
+        """See `Directory`."""
+        now = self._live(key)
+        if (now.epoch, now.sequence) != (seen.epoch, seen.sequence):
+            return Claim("stale")
+        self._generation += 1
+        self._keep(key, Record(self.epoch, self._generation, owner, fingerprint))
+        return Claim("ok", self._generation)
+
+    async def check(self, key: str, mine: Record) -> bool | None:
+        """See `Directory`."""
+        now = self._live(key)
+        same = (now.epoch, now.sequence, now.owner) == (mine.epoch, mine.sequence, mine.owner)
+        if same and now.sequence:
+            self._keep(key, now)
+        return same and now.sequence > 0
+
+    async def release(self, key: str, mine: Record) -> None:
+        """See `Directory`."""
+        if await self.check(key, mine):
+            del self._records[key]
+
+    async def close(self) -> None:
+        """See `Directory`."""
+
+
+# KEYS: meta, record. ARGV[1]: a fresh UUID. An epoch without its counter is not to be trusted.
+_EPOCH = """
+local meta = redis.call('HMGET', KEYS[1], 'epoch', 'gen')
+local epoch = meta[1]
+if not epoch or not meta[2] then
+  epoch = ARGV[1]
+  redis.call('DEL', KEYS[1])
+  redis.call('HSET', KEYS[1], 'epoch', epoch, 'gen', '0')
+end
+local r = redis.call('HMGET', KEYS[2], 'epoch', 'seq', 'owner', 'fp')
+if r[1] and r[1] ~= epoch then
+  redis.call('DEL', KEYS[2])
+  r = {false, false, false, false}
+end
+local seq = r[2] or '0'
+"""
+_SCRIPTS = {
+    "lookup": _EPOCH
+    + """
+if r[1] then redis.call('PEXPIRE', KEYS[2], ARGV[2]) end
+return {epoch, seq, r[3] or '', r[4] or ''}
+""",
+    "claim": _EPOCH
+    + f"""
+if epoch ~= ARGV[3] or seq ~= ARGV[4] then return redis.error_reply('{STALE}') end
+local new = redis.call('HINCRBY', KEYS[1], 'gen', 1)
+redis.call('HSET', KEYS[2], 'epoch', epoch, 'seq', new, 'owner', ARGV[5], 'fp', ARGV[6])
+redis.call('PEXPIRE', KEYS[2], ARGV[2])
+redis.call('PUBLISH', ARGV[7], ARGV[8] .. ' ' .. epoch .. ' ' .. new .. ' ' .. ARGV[5])
+return new
+""",
+    "check": _EPOCH
+    + """
+if epoch == ARGV[3] and r[2] and r[2] == ARGV[4] and r[3] == ARGV[5] then
+  redis.call('PEXPIRE', KEYS[2], ARGV[2])
+  return 1
+end
+return 0
+""",
+    "release": _EPOCH
+    + """
+if epoch == ARGV[3] and r[2] and r[2] == ARGV[4] and r[3] == ARGV[5] then
+  redis.call('DEL', KEYS[2])
+  return 1
+end
+return 0
+""",
+}
+
+
+@dataclass(slots=True)
+class Breaker:
+    """After some failures in a row nobody is kept waiting: one call in `pause_s` may try."""
+
+    failures: int
+    pause_s: float
+    clock: Callable[[], float] = time.monotonic
+    _count: int = 0
+    _next: float = 0.0
+
+    def allows(self) -> bool:
+        """A call may be made now."""
+        if self._count < self.failures:
+            return True
+        if self.clock() < self._next:
+            return False
+        self._next = self.clock() + self.pause_s
+        return True
+
+    def note(self, ok: bool) -> None:
+        """How a call ended."""
+        self._count = 0 if ok else self._count + 1
+        if not ok:
+            self._next = self.clock() + self.pause_s
+
+
+@dataclass(slots=True)
+class RedisDirectory:
+    """Records of a fleet in Redis or Valkey 6 or newer, each operation one Lua script.
+
+    The server should keep nothing on disk: a restart from an old copy brings old sequences back
+    (docs/kv-sharing.md). `namespace` names the fleet; the fingerprint belongs into it.
+    """
+
+    client: Redis
+    namespace: str
+    settings: DirectorySettings = field(default_factory=DirectorySettings)
+    counters: Counter[str] = field(default_factory=Counter)
+    breaker: Breaker = field(init=False)
+    _scripts: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.namespace):
+            raise ConfigError(
+                f"the KV directory's namespace must be 1 to 64 of A-Z a-z 0-9 _ . -, got "
+                f"{self.namespace!r}"
+            )
+        self.breaker = Breaker(self.settings.breaker_failures, self.settings.breaker_s)
+        self._scripts = {n: self.client.register_script(s) for n, s in _SCRIPTS.items()}
+
+    @classmethod
+    def connect(
+        cls, url: str, namespace: str, settings: DirectorySettings | None = None
+    ) -> RedisDirectory:
+        """A directory at redis://, rediss:// or unix://. Connects at the first call.
+
+        Raises ConfigError for a wrong address (which may hold a password and is not repeated) and
+        where the redis package is missing.
+        """
+        try:
+            from redis.asyncio import BlockingConnectionPool, Redis
+            from redis.asyncio.retry import Retry
+            from redis.backoff import NoBackoff
+        except ImportError:
+            raise ConfigError(
+                "a KV directory in Redis needs the package redis: pip install 'deepdraft[fleet]'"
+            ) from None
+        settings = settings or DirectorySettings()
+        try:
+            pool = BlockingConnectionPool.from_url(
+                url,
+                max_connections=settings.connections,
+                timeout=settings.timeout_s,
+                socket_timeout=settings.timeout_s,
+                socket_connect_timeout=settings.timeout_s,
+                # A claim must not be sent twice; who may try again is decided here.
+                retry=Retry(NoBackoff(), 0),
+                decode_responses=True,
+            )
+        except ValueError:
+            raise ConfigError(
+                "the KV directory's address must start with redis://, rediss:// or unix://"
+            ) from None
+        return cls(Redis(connection_pool=pool), namespace, settings)
+
+    @property
+    def channel(self) -> str:
+        """Where claims are announced."""
+        return f"{{{self.namespace}}}:own"
+
+    async def _call(self, name: str, key: str, *args: str) -> Any:
+        """One script. Raises _Unavailable, or StaleClaim for a refused claim."""
+        from redis.exceptions import ConnectionError as RedisConnectionError
+        from redis.exceptions import RedisError, ResponseError
+
+        if not self.breaker.allows():
+            self.counters["breaker_open"] += 1
+            raise _Unavailable(sent=False)
+        keys = [f"{{{self.namespace}}}:meta", f"{{{self.namespace}}}:s:{key}"]
+        argv = [str(uuid.uuid4()), str(int(self.settings.record_s * 1000)), *args]
+        tries = 1 if name in ("claim", "release") else 2
+        while True:
+            tries -= 1
+            call: Awaitable[Any] = self._scripts[name](keys=keys, args=argv)
+            try:
+                # The pool, the connection and the reply may each take a time-out; all together
+                # must not take more than two.
+                answer = await asyncio.wait_for(call, 2 * self.settings.timeout_s)
+            except ResponseError as error:
+                if str(error) == STALE:
+                    self.breaker.note(ok=True)
+                    raise _Stale from None
+                self.breaker.note(ok=False)
+                self.counters["error"] += 1
+                logger.warning("the KV directory refused %s: %s", name, type(error).__name__)
+                raise _Unavailable(sent=False) from None
+            except (RedisError, OSError) as error:
+                # A connection that a restarted server closed fails at once: read-only calls go
+                # over a new one.
+                if tries and isinstance(error, RedisConnectionError):
+                    continue
+                self.breaker.note(ok=False)
+                self.counters["unreachable"] += 1
+                raise _Unavailable(sent=True) from None
+            self.breaker.note(ok=True)
+            return answer
+
+    async def lookup(self, key: str) -> Record | None:
+        """See `Directory`."""
+        try:
+            epoch, sequence, owner, fp = await self._call("lookup", key)
+            return Record(epoch, int(sequence), owner, fp)
+        except (_Unavailable, ValueError, TypeError):
+            return None
+
+    async def claim(self, key: str, seen: Record, owner: str, fingerprint: str) -> Claim:
+        """See `Directory`. A lost reply is resolved by a lookup: am I the owner?"""
+        try:
+            new = await self._call(
+                "claim",
+                key,
+                seen.epoch,
+                str(seen.sequence),
+                owner,
+                fingerprint,
+                self.channel,
+                key,
+            )
+        except _Stale:
+            self.counters["claim_stale"] += 1
+            return Claim("stale")
+        except _Unavailable as error:
+            if not error.sent:
+                return Claim("unavailable")
+            now = await self.lookup(key)
+            if now is None:
+                return Claim("unknown")
+            if now.owner == owner and now.epoch == seen.epoch and now.sequence > seen.sequence:
+                self.counters["claim_ok"] += 1
+                return Claim("ok", now.sequence)
+            same = (now.epoch, now.sequence) == (seen.epoch, seen.sequence)
+            return Claim("unknown" if same else "stale")
+        self.counters["claim_ok"] += 1
+        return Claim("ok", int(new))
+
+    async def check(self, key: str, mine: Record) -> bool | None:
+        """See `Directory`."""
+        try:
+            return bool(await self._call("check", key, mine.epoch, str(mine.sequence), mine.owner))
+        except _Unavailable:
+            return None
+
+    async def release(self, key: str, mine: Record) -> None:
+        """See `Directory`."""
+        try:
+            await self._call("release", key, mine.epoch, str(mine.sequence), mine.owner)
+        except _Unavailable:
+            logger.info("a conversation was not given up: no KV directory")
+
+    async def moved(self) -> AsyncIterator[Moved]:
+        """Claims of others as they come, for ever; reconnects. Some may be missed."""
+        from redis.exceptions import RedisError
+
+        while True:
+            try:
+                async with self.client.pubsub(ignore_subscribe_messages=True) as listener:
+                    await listener.subscribe(self.channel)
+                    while True:
+                        message = await listener.get_message(timeout=self.settings.breaker_s)
+                        if message is not None and (moved := _moved(message["data"])):
+                            yield moved
+            except (RedisError, OSError):
+                self.counters["listener_lost"] += 1
+                await asyncio.sleep(self.settings.timeout_s)
+
+    async def close(self) -> None:
+        """See `Directory`."""
+        await self.client.aclose()
+        await self.client.connection_pool.disconnect()
+
+
+class _Unavailable(Exception):
+    def __init__(self, *, sent: bool) -> None:
+        self.sent = sent
+
+
+class _Stale(Exception):
+    pass
+
+
+def _moved(data: str | None) -> Moved | None:
+    parts = (data or "").split(" ", 3)
+    if len(parts) != 4 or not parts[2].isdigit():
+        return None
+    return Moved(parts[0], parts[1], int(parts[2]), parts[3])
