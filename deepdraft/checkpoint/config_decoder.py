@@ -66,7 +66,7 @@ def read_rope(top: Section, *, latent: bool) -> tuple[Rope, list[Section]]:
     if top.has("rope_parameters"):
         section = top.section("rope_parameters")
         theta = section.number("rope_theta", low=1.0, above=True)
-        agree(top, "rope_theta", theta)
+        agree(top, "rope_theta", theta, "rope_parameters.rope_theta")
         if top.has("rope_scaling"):
             raise ConfigError(
                 "config.json sets both rope_parameters and rope_scaling; remove one of them"
@@ -81,13 +81,13 @@ def read_rope(top: Section, *, latent: bool) -> tuple[Rope, list[Section]]:
     return scaling(section, theta, latent=latent), [section]
 
 
-def agree(section: Section, key: str, value: object) -> None:
-    """Raises ConfigError where `key` is there with another value than was read elsewhere."""
+def agree(section: Section, key: str, value: object, source: str) -> None:
+    """Raises ConfigError where `key` is there with another value than `source` makes it."""
     section.read.add(key)
     if section.has(key) and section.values[key] != value:
         raise ConfigError(
-            f"{section.where(key)} = {show(section.values[key])} contradicts {show(value)}, "
-            "which the rest of config.json says; make them equal"
+            f"{section.where(key)} = {show(section.values[key])} contradicts {source}, which makes "
+            f"it {show(value)}; correct one of them"
         )
 
 
@@ -108,7 +108,7 @@ def scaling(
         raise ConfigError(
             f"{section.where(kinds[0])} = {show(kind)} is not supported; supported: {supported}"
         )
-    agree(section, kinds[-1], kind)
+    agree(section, kinds[-1], kind, section.where("rope_type"))
     if kind == "default":
         return Rope(theta=theta)
     factor = section.number("factor", low=1.0)

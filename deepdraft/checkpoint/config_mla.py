@@ -102,9 +102,10 @@ def _shared(top: Section) -> tuple[dict[str, Any], list[Section]]:
     fields["q_lora_rank"] = top.integer_or("q_lora_rank", None, low=1)
     top.fixed_or_absent("moe_layer_freq", 1)
     require_even("qk_rope_head_dim", fields["qk_rope_head_dim"])
-    agree(top, "num_key_value_heads", fields["num_attention_heads"])
-    agree(top, "head_dim", fields["qk_rope_head_dim"])
-    agree(top, "qk_head_dim", fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"])
+    nope, rotary = fields["qk_nope_head_dim"], fields["qk_rope_head_dim"]
+    agree(top, "num_key_value_heads", fields["num_attention_heads"], "num_attention_heads")
+    agree(top, "head_dim", rotary, "qk_rope_head_dim")
+    agree(top, "qk_head_dim", nope + rotary, "qk_nope_head_dim + qk_rope_head_dim")
     return fields | {"rope": rope}, sections
 
 

@@ -150,7 +150,7 @@ def _hash_layers(top: Section, layers: int) -> int:
             f"mlp_layer_types must be hash_moe for the first layers and moe for the rest of the "
             f"{layers}, got {show(kinds)}"
         )
-    agree(top, "num_hash_layers", hashed)
+    agree(top, "num_hash_layers", hashed, "mlp_layer_types")
     return hashed
 
 
@@ -160,7 +160,7 @@ def _rotary_width(top: Section, head_dim: int) -> int:
         share = top.number("partial_rotary_factor", above=True)
         width = int(head_dim * share)
     require_even("qk_rope_head_dim", width)
-    agree(top, "partial_rotary_factor", width / head_dim)
+    agree(top, "partial_rotary_factor", width / head_dim, "qk_rope_head_dim / head_dim")
     return width
 
 
@@ -173,8 +173,8 @@ def _ropes(top: Section, share: float) -> tuple[Rope, Rope, list[Section]]:
         ropes = []
         for part, key in zip(parts, ("rope_theta", "compress_rope_theta"), strict=True):
             theta = part.number("rope_theta", low=1.0, above=True)
-            agree(top, key, theta)
-            agree(part, "partial_rotary_factor", share)
+            agree(top, key, theta, part.where("rope_theta"))
+            agree(part, "partial_rotary_factor", share, "qk_rope_head_dim / head_dim")
             ropes.append(scaling(part, theta, latent=False, attention_factor=1.0))
         return ropes[0], ropes[1], [both, *parts]
     main = Rope(theta=top.number("rope_theta", low=1.0, above=True))
