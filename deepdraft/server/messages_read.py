@@ -224,7 +224,7 @@ def _read_tools(body: wire.MessagesRequest, read: AsChat) -> None:
         case _:
             read.chat.tool_choice = "auto"
     if getattr(body.tool_choice, "disable_parallel_tool_use", None):
-        read.ignore("tool_choice.disable_parallel_tool_use")
+        read.chat.parallel_tool_calls = False
 
 
 def _read_thinking(body: wire.MessagesRequest, read: AsChat) -> None:
@@ -236,10 +236,6 @@ def _read_thinking(body: wire.MessagesRequest, read: AsChat) -> None:
             read.ignore("thinking.budget_tokens")
         if body.thinking.get("display") not in (None, "summarized"):
             read.ignore("thinking.display")
-    forced = isinstance(body.tool_choice, wire.AnyChoice | wire.NamedChoice)
-    if forced and chat.thinking is None and chat.reasoning_effort is None:
-        # Where thinking was not asked for, the call that was asked for comes first.
-        chat.thinking = False
 
 
 def read_arguments(text: str) -> str:

@@ -198,9 +198,8 @@ IGNORED_FIELDS: frozenset[str] = frozenset(
 """Known fields that are accepted and change nothing; like unknown ones, named in a header."""
 
 NESTED_IGNORED: frozenset[str] = frozenset(
-    """messages.content.is_error messages.content.redacted_thinking thinking.budget_tokens
-    thinking.display tool_choice.disable_parallel_tool_use
-    system.x-anthropic-billing-header""".split()
+    """messages.content.is_error messages.content.redacted_thinking
+    system.x-anthropic-billing-header thinking.budget_tokens thinking.display""".split()
 )
 """The same below the top level."""
 

@@ -22,7 +22,8 @@ from deepdraft.text.conversation import (
 
 MAX_TOOL_NAME = 128
 MAX_REGEX = 8192
-_TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]+\Z")
+# Two names with "::" between them: a function of a namespace, as the Responses API has it.
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]+(::[a-zA-Z0-9_-]+)?\Z")
 _NEEDS_CONTENT = frozenset({"system", "developer", "user", "latest_reminder"})
 
 
