@@ -4,7 +4,7 @@ Owns: the records, and what follows from them by arithmetic (roles of layers, ro
 Knows nothing of: files, tensors, torch.
 """
 
-from deepdraft.arch.decoder import DecoderArgs, Rope, Router
+from deepdraft.arch.decoder import DecoderArgs, Rope, Router, StateKind
 from deepdraft.arch.llama import LlamaArgs
 from deepdraft.arch.mla import DeepseekV2Args, DeepseekV3Args, MlaArgs
 from deepdraft.arch.v4 import V4Args
@@ -22,6 +22,7 @@ __all__ = [
     "ModelArgs",
     "Rope",
     "Router",
+    "StateKind",
     "V4Args",
     "V41Args",
 ]

@@ -1,6 +1,6 @@
 """What all families but V4.1 share: sizes of a plain decoder, rotary scaling, routing.
 
-Owns: `DecoderArgs`, `Rope`, `Router`. Knows nothing of: files, tensors, torch.
+Owns: `DecoderArgs`, `Rope`, `Router`, `StateKind`. Knows nothing of: files, tensors, torch.
 """
 
 import math
@@ -60,6 +60,26 @@ class Router:
     """A group's score is the sum of this many of its best (biased) scores."""
 
 
+@dataclass(frozen=True, slots=True)
+class StateKind:
+    """Rows of one kind: `layers` times a row of `width` values per entry.
+
+    `ratio`: tokens per entry. `ring`: rows of the last so many tokens are needed (0: all entries
+    are kept), counted back from ...
+    """
+
+    name: str
+    label: str
+    layers: int
+    width: int
+    ratio: int = 1
+    ring: int = 0
+    group: int = 1
+    """... the next token: from the start of its group of so many tokens, and ..."""
+    before: int = 0
+    """... so many tokens before that start."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderArgs:
     """Sizes that every decoder has, under the published names."""
@@ -79,3 +99,8 @@ class DecoderArgs:
     def engram_layer_ids(self) -> tuple[int, ...]:
         """No family but V4.1 has an n-gram memory."""
         return ()
+
+    @property
+    def state_kinds(self) -> tuple[StateKind, ...]:
+        """What a sequence keeps, kind by kind."""
+        raise NotImplementedError

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from deepdraft.arch.decoder import DecoderArgs, Rope
+from deepdraft.arch.decoder import DecoderArgs, Rope, StateKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,3 +18,9 @@ class LlamaArgs(DecoderArgs):
     def family(self) -> str:
         """The published model_type."""
         return "llama"
+
+    @property
+    def state_kinds(self) -> tuple[StateKind, ...]:
+        """Keys and values of every token."""
+        width = 2 * self.num_key_value_heads * self.head_dim
+        return (StateKind("kv", "keys and values", self.num_hidden_layers, width),)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from deepdraft.arch.decoder import DecoderArgs, Rope, Router
+from deepdraft.arch.decoder import DecoderArgs, Rope, Router, StateKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,17 @@ class MlaArgs(DecoderArgs):
         """Whether a layer has the dense MLP instead of experts."""
         return layer < self.first_k_dense_replace
 
+    @property
+    def state_kinds(self) -> tuple[StateKind, ...]:
+        """Latents."""
+        return (self.latent_kind,)
+
+    @property
+    def latent_kind(self) -> StateKind:
+        """One latent and one rotated key part of every token, for all heads."""
+        width = self.kv_lora_rank + self.qk_rope_head_dim
+        return StateKind("latent", "latents and rotated keys", self.num_hidden_layers, width)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekV2Args(MlaArgs):
@@ -59,3 +70,11 @@ class DeepseekV3Args(MlaArgs):
     def family(self) -> str:
         """The published model_type."""
         return "deepseek_v32" if self.index_topk else "deepseek_v3"
+
+    @property
+    def state_kinds(self) -> tuple[StateKind, ...]:
+        """As V2, and index keys in V3.2."""
+        if not self.index_topk:
+            return (self.latent_kind,)
+        layers, width = self.num_hidden_layers, self.index_head_dim
+        return (self.latent_kind, StateKind("index", "index keys", layers, width))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from deepdraft.arch.decoder import DecoderArgs, Rope, Router
+from deepdraft.arch.decoder import DecoderArgs, Rope, Router, StateKind
 
 AttentionKind = Literal["window", "csa", "hca"]
 
@@ -49,3 +49,22 @@ class V4Args(DecoderArgs):
     def ratio(self, layer: int) -> int:
         """Tokens per compressed entry of a layer, 0 for window-only layers."""
         return {"window": 0, "csa": self.csa_ratio, "hca": self.hca_ratio}[self.attention[layer]]
+
+    @property
+    def state_kinds(self) -> tuple[StateKind, ...]:
+        """Windows, entries, index keys, and the raw values of groups that are not complete."""
+        c, ci, w = self.head_dim, self.index_head_dim, self.sliding_window
+        r, far = self.csa_ratio, self.hca_ratio
+        csa, hca = self.attention.count("csa"), self.attention.count("hca")
+        kinds = (
+            StateKind("window", "window KV", self.num_hidden_layers, c, ring=w, before=w - 1),
+            StateKind("csa", "entries, CSA", csa, c, ratio=r),
+            StateKind("index", "index keys, CSA", csa, ci, ratio=r),
+            StateKind("csa_raw", "open groups, CSA", csa, 4 * c, ring=2 * r, group=r, before=r),
+            StateKind(
+                "index_raw", "open groups, index", csa, 4 * ci, ring=2 * r, group=r, before=r
+            ),
+            StateKind("hca", "entries, HCA", hca, c, ratio=far),
+            StateKind("hca_raw", "open groups, HCA", hca, 2 * c, ring=far, group=far),
+        )
+        return tuple(kind for kind in kinds if kind.layers)

@@ -21,7 +21,7 @@ from torch import Tensor
 from deepdraft.errors import CheckpointError, ConfigError, StateError
 from deepdraft.models.deepseek_v41 import StepOutput
 from deepdraft.models.layers import Weights, WeightSource, make_numerics
-from deepdraft.models.sequence import Sequence, SequencePool, StateKind, StepRows
+from deepdraft.models.sequence import Sequence, SequencePool, StepRows
 from deepdraft.ops.elementwise import rms_norm, silu
 
 Record = dict[str, dict[str, Tensor]]
@@ -32,8 +32,8 @@ Work = Seq[tuple[Sequence, Seq[int]]]
 class DecoderModel:
     """Base of the families' models. All methods run without gradients; one thread at a time.
 
-    A family's class sets `names` (embedding, last norm, head), makes its layers in `build`, says
-    what a sequence keeps in `state_kinds`, and runs them in `layers`.
+    A family's class sets `names` (embedding, last norm, head), makes its layers in `build` and runs
+    them in `layers`; what a sequence keeps, its args say.
     """
 
     names: tuple[str, str, str] = (
@@ -78,10 +78,6 @@ class DecoderModel:
         """Make the layers from `self.args` and `self.weights`."""
         raise NotImplementedError
 
-    def state_kinds(self) -> list[StateKind]:
-        """What a sequence keeps."""
-        raise NotImplementedError
-
     def layers(self, x: Tensor, rows: StepRows, record: Record | None) -> Tensor:
         """Embedded rows [R, D] through all layers -> [R, D] before the last norm."""
         raise NotImplementedError
@@ -103,7 +99,7 @@ class DecoderModel:
     def new_pool(self, num_sequences: int, max_tokens: int, slack: int = 16) -> SequencePool:
         """State for this many sequences; a step takes up to `slack` rows of each."""
         return SequencePool(
-            self.state_kinds(),
+            self.args.state_kinds,
             max_positions=self.args.max_position_embeddings,
             num_sequences=num_sequences,
             max_tokens=max_tokens,

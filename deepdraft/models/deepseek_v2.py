@@ -14,8 +14,8 @@ from deepdraft.arch import DeepseekV2Args, DeepseekV3Args
 from deepdraft.models.decoder import DecoderModel, GatedMlp, Record, residual_block
 from deepdraft.models.experts import RoutedMlp
 from deepdraft.models.layers import Weights
-from deepdraft.models.mla import LatentAttention, Turn, latent_kind, rope_table
-from deepdraft.models.sequence import StateKind, StepRows
+from deepdraft.models.mla import LatentAttention, Turn, rope_table
+from deepdraft.models.sequence import StepRows
 
 
 class Block:
@@ -71,9 +71,6 @@ class DeepseekV2(DecoderModel):
         args = self.args
         self.rope = rope_table(args, self.dtype, self.device)
         self.blocks = [Block(args, self.weights, i) for i in range(args.num_hidden_layers)]
-
-    def state_kinds(self) -> list[StateKind]:
-        return [latent_kind(self.args)]
 
     def layers(self, x: Tensor, rows: StepRows, record: Record | None) -> Tensor:
         turns = (self.rope.table(rows.position),)

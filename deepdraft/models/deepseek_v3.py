@@ -16,8 +16,8 @@ from deepdraft.arch import DeepseekV3Args
 from deepdraft.models import deepseek_v2
 from deepdraft.models.decoder import DecoderModel, Record
 from deepdraft.models.layers import Weights
-from deepdraft.models.mla import Chosen, Turn, latent_kind, rope_table
-from deepdraft.models.sequence import StateKind, StepRows
+from deepdraft.models.mla import Chosen, Turn, rope_table
+from deepdraft.models.sequence import StepRows
 from deepdraft.ops import index as index_ops
 from deepdraft.ops.blocked import whole_blocks
 from deepdraft.ops.elementwise import rms_norm, rotate
@@ -137,14 +137,6 @@ class DeepseekV3(DecoderModel):
                 device=self.device,
             )
         self.blocks = [Block(args, self.weights, i) for i in range(args.num_hidden_layers)]
-
-    def state_kinds(self) -> list[StateKind]:
-        args = self.args
-        kinds = [latent_kind(args)]
-        if args.index_topk:
-            layers = args.num_hidden_layers
-            kinds.append(StateKind("index", "index keys", layers, args.index_head_dim))
-        return kinds
 
     def layers(self, x: Tensor, rows: StepRows, record: Record | None) -> Tensor:
         turns: tuple[Turn, ...] = (self.rope.table(rows.position),)

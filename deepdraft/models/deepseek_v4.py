@@ -24,7 +24,7 @@ from deepdraft.errors import CheckpointError
 from deepdraft.models.decoder import DecoderModel, Record
 from deepdraft.models.experts import SHORT_NAMES, ExpertStack
 from deepdraft.models.layers import Weights
-from deepdraft.models.sequence import StateKind, StepRows
+from deepdraft.models.sequence import StepRows
 from deepdraft.ops import index as index_ops
 from deepdraft.ops.blocked import blocked_attention, whole_blocks
 from deepdraft.ops.elementwise import (
@@ -412,22 +412,6 @@ class DeepseekV4(DecoderModel):
         self.mix_fn = weights.linear("hc_head_fn")
         self.mix_base = weights.vector("hc_head_base")
         self.mix_scale = weights.vector("hc_head_scale")
-
-    def state_kinds(self) -> list[StateKind]:
-        args, c, ci = self.args, self.args.head_dim, self.args.index_head_dim
-        w, r, far = args.sliding_window, args.csa_ratio, args.hca_ratio
-        csa, hca = args.attention.count("csa"), args.attention.count("hca")
-        open_csa = {"layers": csa, "ring": 2 * r, "group": r, "before": r}
-        kinds = [
-            StateKind("window", "window KV", args.num_hidden_layers, c, ring=w, before=w - 1),
-            StateKind("csa", "entries, CSA", csa, c, ratio=r),
-            StateKind("index", "index keys, CSA", csa, ci, ratio=r),
-            StateKind("csa_raw", "open groups, CSA", width=4 * c, **open_csa),
-            StateKind("index_raw", "open groups, index", width=4 * ci, **open_csa),
-            StateKind("hca", "entries, HCA", hca, c, ratio=far),
-            StateKind("hca_raw", "open groups, HCA", hca, 2 * c, ring=far, group=far),
-        ]
-        return [kind for kind in kinds if kind.layers]
 
     def layers(self, x: Tensor, rows: StepRows, record: Record | None) -> Tensor:
         step = Step(rows, {name: rope.table(rows.position) for name, rope in self.ropes.items()})

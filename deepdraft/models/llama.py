@@ -14,7 +14,7 @@ from torch import Tensor
 from deepdraft.arch import LlamaArgs
 from deepdraft.models.decoder import DecoderModel, GatedMlp, Record, residual_block
 from deepdraft.models.layers import Weights
-from deepdraft.models.sequence import StateKind, StepRows
+from deepdraft.models.sequence import StepRows
 from deepdraft.ops.blocked import blocked_attention
 from deepdraft.ops.elementwise import rotate
 from deepdraft.ops.rope import RopeTable
@@ -90,11 +90,6 @@ class Llama(DecoderModel):
             )
             for layer in range(args.num_hidden_layers)
         ]
-
-    def state_kinds(self) -> list[StateKind]:
-        args = self.args
-        width = 2 * args.num_key_value_heads * args.head_dim
-        return [StateKind("kv", "keys and values", args.num_hidden_layers, width)]
 
     def layers(self, x: Tensor, rows: StepRows, record: Record | None) -> Tensor:
         turn = self.rope.table(rows.position)

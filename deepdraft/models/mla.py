@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deepdraft.arch import DeepseekV2Args, DeepseekV3Args
 from deepdraft.models.layers import Weights
-from deepdraft.models.sequence import StateKind, StepRows
+from deepdraft.models.sequence import StepRows
 from deepdraft.ops.blocked import blocked_attention
 from deepdraft.ops.elementwise import rms_norm, rotate
 from deepdraft.ops.rope import RopeTable
@@ -35,12 +35,6 @@ class Chosen(NamedTuple):
 
     address: Tensor
     bias: Tensor
-
-
-def latent_kind(args: DeepseekV2Args | DeepseekV3Args) -> StateKind:
-    """What MLA keeps of a token in each layer."""
-    width = args.kv_lora_rank + args.qk_rope_head_dim
-    return StateKind("latent", "latents and rotated keys", args.num_hidden_layers, width)
 
 
 def rope_table(

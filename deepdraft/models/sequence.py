@@ -1,7 +1,7 @@
 """Per-sequence state of all families but V4.1: rows addressed by position, in pools by kind.
 
-Owns: `StateKind` (one line of a family's inventory), `SequencePool`, `Sequence` and the addresses
-of a step's rows. Knows nothing of: weights, layers' arithmetic, requests.
+Owns: `SequencePool`, `Sequence` and the addresses of a step's rows. What the kinds are, a family's
+args say (`state_kinds`). Knows nothing of: weights, layers' arithmetic, requests.
 
 Every row is addressed by position, so a step writes where its positions say and a rejected draft is
 undone by writing again. Rings have `slack` spare rows. Rows that no token stands for are zero, so
@@ -17,29 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deepdraft.arch import StateKind
 from deepdraft.errors import StateError
 from deepdraft.models.state import StateItem
 from deepdraft.ops.blocked import whole_blocks
-
-
-@dataclass(frozen=True, slots=True)
-class StateKind:
-    """Rows of one kind: `layers` times a row of `width` values per entry.
-
-    `ratio`: tokens per entry. `ring`: rows of the last so many tokens are needed (0: all entries
-    are kept), counted back from ...
-    """
-
-    name: str
-    label: str
-    layers: int
-    width: int
-    ratio: int = 1
-    ring: int = 0
-    group: int = 1
-    """... the next token: from the start of its group of so many tokens, and ..."""
-    before: int = 0
-    """... so many tokens before that start."""
 
 
 class SequencePool:

@@ -13,10 +13,11 @@ from typing import Any
 
 from deepdraft.arch import V41Args
 from deepdraft.checkpoint import totals
-from deepdraft.checkpoint.config import load_args
+from deepdraft.checkpoint.config import load_args, read_config
 from deepdraft.checkpoint.names import SKIP_RULES, Entry, tensor_table
 from deepdraft.checkpoint.shards import locate_tensors
 from deepdraft.errors import CheckpointError, ConfigError
+from deepdraft.proof.inspect_family import inspect_family
 
 DEFAULT_GPUS = (1, 2, 4, 8)
 DEFAULT_GPU_GB = 141.0
@@ -76,7 +77,12 @@ def inspect(
             f"{path} does not exist; give a checkpoint directory or a config.json"
         )
     is_file = path.is_file()
-    args = load_args(path if is_file else path / "config.json", accept_unknown=accept_keys)
+    config = path if is_file else path / "config.json"
+    if read_config(config).get("model_type") != "deepseek_v41":
+        if gpus is not None or gpu_gb is not None:
+            raise ConfigError("what fits on GPUs is known for DeepSeek-V4.1 only; leave --gpus out")
+        return inspect_family(path, accept_keys=accept_keys)
+    args = load_args(config, accept_unknown=accept_keys)
     table = tensor_table(args)
     shards = 0
     if not is_file:
@@ -183,6 +189,8 @@ def _fit(
 
 def render(report: Mapping[str, Any]) -> str:
     """The report as text."""
+    if "family" in report:
+        return _render_family(report)
     total, state = report["total"], report["state"]
     lines = [
         f"{report['path']} ({report['files']})",
@@ -214,6 +222,27 @@ def render(report: Mapping[str, Any]) -> str:
             f"{fit['gpus']:>4} {fit['gpu_gb']:>8g} {fit['engram_tables']:>14} "
             f"{fit['weight_bytes_per_gpu'] / 1e9:>15.3f} {fit['host_bytes'] / 1e9:>8.3f}  {tokens}"
         )
+    return "\n".join(lines)
+
+
+def _render_family(report: Mapping[str, Any]) -> str:
+    total, state = report["total"], report["state"]
+    lines = [
+        f"{report['path']}: {report['family']} ({report['files']})",
+        f"{total['tensors']:,} tensors, {total['params']:,} parameters, {total['bytes']:,} bytes",
+        "",
+        *_table("group", report["groups"], {}),
+        "",
+        *_table("dtype", report["dtypes"], _DTYPE_REMARKS),
+    ]
+    for rule, skipped in report["skipped"].items():
+        lines.append(f"skipped by rule '{rule}': {skipped['tensors']:,} tensors; {skipped['why']}")
+    per_token, constant = state["kv_bytes_per_token"], state["constant_bytes"]
+    lines += [
+        "",
+        f"state, float32: {per_token:,} B/token and {constant:,} B constant; "
+        f"{state['bytes_at_max_tokens']:,} B at {state['max_tokens']:,} tokens",
+    ]
     return "\n".join(lines)
 
 
