@@ -15,9 +15,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
 
 import numpy as np
 
@@ -27,9 +25,6 @@ from deepdraft.kv.codec import Checkpoint
 from deepdraft.kv.errors import SnapshotError, StoreFull
 from deepdraft.kv.layout import Layout
 from deepdraft.kv.plan import (
-    DECODER_REPLAYED,
-    HAS_DECODER,
-    HAS_DRAFTER,
     Geometry,
     Mode,
     Plan,
@@ -39,6 +34,7 @@ from deepdraft.kv.plan import (
     plans,
 )
 from deepdraft.kv.prefix import PrefixIndex, common_prefix, token_bytes
+from deepdraft.kv.reuse import Hit, Resumed, WindowRebuilder, covers, label_of, worth
 from deepdraft.kv.settings import StoreSettings
 from deepdraft.kv.slab import Slab
 from deepdraft.kv.snapshot import (
@@ -55,46 +51,6 @@ from deepdraft.kv.store import CheckpointData, Chunk, Entry, EntryState, Store
 from deepdraft.models.state import SequenceState, StatePool
 
 logger = logging.getLogger(__name__)
-Source = Literal["host", "disk"]
-
-
-class WindowRebuilder(Protocol):
-    """What mode `full` needs to start between checkpoints."""
-
-    def rebuild_windows(self, state: SequenceState, *, feed_drafter: bool) -> None:
-        """All layers again on the tokens from `replay_from` on, window rows only."""
-        ...
-
-
-@dataclass(slots=True, eq=False)
-class Hit:
-    """A way to start a request, kept readable until `restore` or `release`."""
-
-    plan: Plan
-    num_tokens: int
-    source: Source
-    entry: Entry | SnapshotFile
-    refused: bool = False
-    """The sequence could not take it, though its bytes are right."""
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """What a sequence starts with: the first `num_tokens` tokens of the request are done."""
-
-    num_tokens: int
-    cached_tokens: int
-    """Tokens of the request that were not computed, for `usage`."""
-    source: Source
-    provenance: str
-    """exact, whole (equals the uninterrupted conversation) or `replayed at M`."""
-
-
-def label_of(info: Checkpoint) -> int:
-    """A checkpoint's label in the prefix tree."""
-    label = HAS_DECODER if info.has_decoder else 0
-    label |= DECODER_REPLAYED if info.decoder_replayed else 0
-    return label | (HAS_DRAFTER if info.has_drafter else 0)
 
 
 class KvCache:
@@ -342,10 +298,11 @@ class KvCache:
         for checkpoint in checkpoints:
             self.memory.let_go(checkpoint.chunks)
 
-    def store(self, state: SequenceState, checkpoints: Iterable[CheckpointData] = ()) -> bool:
+    def store(self, state: SequenceState, checkpoints: Iterable[CheckpointData] = ()) -> int | None:
         """Keep a conversation: its global KV, its windows now, and `checkpoints` (taken over).
 
-        False when it was not kept; why is counted and logged, never raised.
+        Returns the entry's number; None when it was not kept: why is counted and logged, never
+        raised.
         """
         captured = [c for c in checkpoints]
         entry = None
@@ -355,14 +312,14 @@ class KvCache:
             self._not_stored(error)
             self.discard(captured)
         if entry is None:
-            return False
+            return None
         if self._worker is None:
             self._finish(entry)
         else:
             future = self._worker.submit(self._finish, entry)
             self._pending.add(future)
             future.add_done_callback(self._pending.discard)
-        return True
+        return entry.id
 
     def _not_stored(self, error: StateError) -> None:
         self.counters["store_full" if isinstance(error, StoreFull) else "store_refused"] += 1
@@ -379,8 +336,8 @@ class KvCache:
         adopted = self._adopted(tokens, exact, mine)
         held = [c for cp in adopted for c in cp.chunks]
         try:
-            there = max((_worth(a.info) for a in adopted if a.info.position == n), default=None)
-            if n not in mine and (there is None or there < _worth(now)):
+            there = max((worth(a.info) for a in adopted if a.info.position == n), default=None)
+            if n not in mine and (there is None or there < worth(now)):
                 last = self.capture(state)
                 if last is not None:
                     captured.append(last)
@@ -416,7 +373,7 @@ class KvCache:
                 for checkpoint in entry.checkpoints:
                     info = checkpoint.info
                     if info.position == mark.position and (
-                        best is None or _worth(info) > _worth(best.info)
+                        best is None or worth(info) > worth(best.info)
                     ):
                         found[mark.position] = checkpoint
             for checkpoint in found.values():
@@ -483,8 +440,39 @@ class KvCache:
                 theirs = index.tokens_of(other)
                 inside = common_prefix(theirs, whole) * 4 == len(theirs)
                 old = self.memory.entries.get(other)
-                if inside and old is not None and entry.exact and _covers(have, old):
+                if inside and old is not None and entry.exact and covers(have, old):
                     self.memory.supersede(other)
+
+    def adopt(self, manifest: Manifest, slots: list[int]) -> int:
+        """Make what was fetched from a peer an entry of this store. Returns its number.
+
+        `manifest`: checked; `slots`: reserved, one for each of its chunks in stored order, whose
+        bytes have the digests of the manifest.
+        """
+        keys = self._keys(manifest.token_ids) if manifest.exact else []
+        if manifest.chunk_blocks != self.settings.chunk_blocks:
+            raise SnapshotError("the peer's chunks have another size")
+        free = iter(slots)
+
+        def chunks(refs: Sequence[ChunkRef], names: Sequence[bytes] = ()) -> list[Chunk]:
+            out = []
+            for number, ref in enumerate(refs):
+                name = names[number] if number < len(names) else None
+                chunk = self.memory.chunk(next(free), ref.length, name)
+                chunk.digest = ref.digest
+                out.append(chunk)
+            self.memory.hold(out)
+            return out
+
+        entry = self.memory.add(
+            manifest.token_ids,
+            exact=manifest.exact,
+            chunks=chunks(manifest.chunks, keys),
+            checkpoints=[CheckpointData(c.info, chunks(c.chunks)) for c in manifest.checkpoints],
+        )
+        assert next(free, None) is None, "a slot without a chunk"
+        self._finish(entry)
+        return entry.id
 
     def flush(self) -> None:
         """Wait until everything stored can be found."""
@@ -587,13 +575,3 @@ class KvCache:
             )
             on_disk = set(self.spill.files) if self.spill else set()
             assert {f.path for f in self._files.values()} == on_disk
-
-
-def _worth(info: Checkpoint) -> tuple[bool, bool, bool]:
-    return info.has_decoder and not info.decoder_replayed, info.has_decoder, info.has_drafter
-
-
-def _covers(have: dict[int, int], old: Entry) -> bool:
-    """Every checkpoint of `old` is in an entry that has these, or is not its last one."""
-    last = max((c.info.position for c in old.checkpoints), default=0)
-    return last == 0 or last in have

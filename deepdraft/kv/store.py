@@ -269,7 +269,10 @@ class Store:
         """A sealed chunk's bytes, not copied, checked. Raises SnapshotError when damaged."""
         data = self.slab.view(chunk.slot, chunk.length)
         if chunk.digest is None or digest(data) != chunk.digest:
-            self.counters["corrupt"] += 1
+            with self.lock:
+                self.counters["corrupt"] += 1
+                if chunk.key is not None and self._shared.get(chunk.key) is chunk:
+                    del self._shared[chunk.key]  # no new entry may take it over
             raise SnapshotError(f"a chunk in slot {chunk.slot} of the KV store is damaged")
         return data
 
@@ -311,6 +314,13 @@ class Store:
                 return None
             lease.expires = min(self.clock() + self.settings.lease_s, lease.ends)
             return lease.expires
+
+    def leased(self, lease_id: int) -> Entry | None:
+        """The entry of a lease that is valid now."""
+        with self.lock:
+            self.expire()
+            lease = self._leases.get(lease_id)
+            return None if lease is None else self.entries[lease.entry]
 
     def close(self, lease_id: int) -> bool:
         """The peer is done. True: the lease was valid throughout, what was read may be used."""
@@ -363,10 +373,6 @@ class Store:
             self.counters[f"dropped_{reason}"] += 1
             self.on_drop(entry, reason)
             entry.state = EntryState.CONDEMNED
-            for chunk in entry.all_chunks():
-                # A damaged chunk must not be found by a later writer.
-                if reason == "corrupt" and chunk.key is not None:
-                    self._shared.pop(chunk.key, None)
             self._free_if_condemned(entry)
 
     def evict(self, slots: int) -> int:
