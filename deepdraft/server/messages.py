@@ -120,7 +120,8 @@ class MessagesJob(DialectJob):
         """The events for one choice object of a chat stream."""
         delta, events = part["delta"], []
         if "role" in delta:
-            events.append({"type": "message_start", "message": self._message()})
+            start = {**self._message(), "stop_sequence": None, "usage": self._usage(0, 0)}
+            events.append({"type": "message_start", "message": start})
             if delta["reasoning_content"] is not None:
                 events += self._begin({"type": "thinking", "thinking": "", "signature": ""})
         if delta.get("reasoning_content"):
@@ -188,16 +189,19 @@ class MessagesJob(DialectJob):
             return "model_context_window_exceeded" if self._window else "max_tokens"
         return "tool_use" if finish_reason == "tool_calls" else "end_turn"
 
-    def _usage(self) -> Json:
+    def _usage(self, num_tokens: int | None = None, num_thinking: int | None = None) -> Json:
+        """Token counts; those of the answer so far where none are given."""
         usage = self.usage()
+        if num_tokens is None:
+            num_tokens = usage["completion_tokens"]
+        if num_thinking is None:
+            num_thinking = usage["completion_tokens_details"]["reasoning_tokens"]
         return {
             "input_tokens": usage["prompt_cache_miss_tokens"],
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": usage["prompt_cache_hit_tokens"],
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {
-                "thinking_tokens": usage["completion_tokens_details"]["reasoning_tokens"]
-            },
+            "output_tokens": num_tokens,
+            "output_tokens_details": {"thinking_tokens": num_thinking},
             "service_tier": "standard",
         }
 
