@@ -13,6 +13,8 @@ from deepdraft.checkpoint.section import Section, show
 from deepdraft.errors import ConfigError
 
 MAX_LAYERS, MAX_EXPERTS = 1024, 65536
+_MAX_EXPERT_TENSORS = 500_000
+"""Several times what the largest published model has; bounds the table of tensors."""
 
 _WITHOUT_EFFECT = {
     "aux_loss_alpha": "training only",
@@ -177,6 +179,16 @@ def read_quantization(top: Section) -> list[Section]:
     quant.fixed_or_absent("expert_dtype", "fp4", "fp8")
     quant.read.add("modules_to_not_convert")
     return [quant]
+
+
+def check_expert_count(layers: int, experts: int) -> None:
+    """Refuses sizes whose table of tensors would not be of this world."""
+    count = 3 * layers * experts
+    if count > _MAX_EXPERT_TENSORS:
+        raise ConfigError(
+            f"num_hidden_layers = {layers} with n_routed_experts = {experts} makes {count} expert "
+            f"tensors; supported: at most {_MAX_EXPERT_TENSORS}"
+        )
 
 
 def require_even(name: str, value: int) -> None:

@@ -8,6 +8,7 @@ from deepdraft.checkpoint.config_decoder import (
     MAX_EXPERTS,
     MAX_LAYERS,
     agree,
+    check_expert_count,
     decoder_fields,
     open_config,
     read_quantization,
@@ -118,6 +119,7 @@ def _router(
     kept = top.integer_or("topk_group", 1, low=1) or 1
     if not grouped:
         groups = kept = 1
+    check_expert_count(top.integer("num_hidden_layers", high=MAX_LAYERS), experts)
     if experts % groups or experts // groups < group_best:
         raise ConfigError(
             f"n_group = {groups} must divide n_routed_experts = {experts} into groups of at least "

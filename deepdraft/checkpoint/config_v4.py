@@ -12,8 +12,8 @@ from deepdraft.arch import Rope, Router, V4Args
 from deepdraft.arch.v4 import AttentionKind
 from deepdraft.checkpoint.config_decoder import (
     MAX_EXPERTS,
-    MAX_LAYERS,
     agree,
+    check_expert_count,
     decoder_fields,
     open_config,
     read_quantization,
@@ -45,7 +45,10 @@ def parse_v4(config: dict[str, Any], *, accept_unknown: Iterable[str] = ()) -> V
     top.fixed_or_absent("expert_dtype", "fp4", "fp8")
     # Of the drafter, whose tensors stay unread.
     top.read.update(key for key in top.values if key.startswith("dspark_"))
-    layers, drafter = fields["num_hidden_layers"], top.integer_or("num_nextn_predict_layers", 0)
+    layers, drafter = (
+        fields["num_hidden_layers"],
+        top.integer_or("num_nextn_predict_layers", 0, high=16),
+    )
     assert drafter is not None
     fields |= {
         name: top.integer(name, low=1)
@@ -186,6 +189,8 @@ def _ropes(top: Section, share: float) -> tuple[Rope, Rope, list[Section]]:
 
 
 def _check(args: V4Args) -> None:
+    layers = args.num_hidden_layers + args.num_nextn_predict_layers
+    check_expert_count(layers, args.router.experts)
     if args.num_attention_heads % args.o_groups:
         raise ConfigError(
             f"o_groups = {args.o_groups} must divide num_attention_heads = "
@@ -201,5 +206,3 @@ def _check(args: V4Args) -> None:
             f"num_experts_per_tok = {args.router.picks} must be at most n_routed_experts = "
             f"{args.router.experts}"
         )
-    if args.num_nextn_predict_layers > MAX_LAYERS:
-        raise ConfigError(f"num_nextn_predict_layers must be at most {MAX_LAYERS}")

@@ -276,6 +276,20 @@ def test_every_number_counts(name: str) -> None:
             "[64, 64]",
         ),
         ("deepseek-v3-a", {"quantization_config": FP8 | {"quant_method": "awq"}}, "awq"),
+        (
+            "deepseek-v3-a",
+            {"num_hidden_layers": 1000, "n_routed_experts": 65536},
+            "makes 196608000 expert tensors; supported: at most 500000",
+        ),
+        (
+            "deepseek-v4-a",
+            {
+                "num_hidden_layers": 1000,
+                "compress_ratios": [0] * 1000,
+                "n_routed_experts": 60000,
+            },
+            "makes 180000000 expert tensors",
+        ),
         ("deepseek-v32-a", {"index_topk": 0}, "index_topk must be in 1.."),
         ("deepseek-v32-a", {"index_head_dim": 8}, "index_head_dim = 8 must be at least"),
         ("deepseek-v32-a", {"q_lora_rank": None}, "q_lora_rank is missing"),
