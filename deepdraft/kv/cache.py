@@ -197,7 +197,7 @@ class KvCache:
         plan, layout = hit.plan, self.layout
         infos, read, tokens, per = self._reader(hit.entry)
         if tokens[: len(token_ids)] != token_ids:
-            raise SnapshotError("the stored tokens are not those of the request")
+            raise StateError("the hit belongs to another request: the tokens differ")
         blocks = layout.num_blocks(plan.position)
         for number, first in enumerate(range(0, blocks, per)):
             count = min(per, blocks - first)

@@ -202,6 +202,16 @@ def test_a_sequence_that_is_too_short_or_not_empty() -> None:
     assert kept.entries[0].pins == 0
 
 
+def test_a_hit_of_another_request_is_refused() -> None:
+    kept = Kept()
+    kept.store(text(1, 40))
+    state = kept.pool.open()
+    hit = kept.cache.lookup([*text(1, 40), 1])
+    assert hit is not None
+    assert kept.cache.restore(hit, [*text(2, 40), 1], state) is None and state.num_tokens == 0
+    assert kept.start(text(1, 40)) == 40  # the entry is still good
+
+
 def test_storing_from_one_thread_while_others_read() -> None:
     """Readers under pins always see what they looked up, whatever is evicted meanwhile."""
     kept = Kept(slots=80)
