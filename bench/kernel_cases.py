@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from deepdraft.kernels import gemv, layout
+from deepdraft.kernels import gemv, layout, mhc, moe
 
 
 @dataclass
@@ -41,6 +41,35 @@ def dense_case(name: str, rows: int, cols: int, kind: str = "fp8", plan=None) ->
     return SassCase(f"{kind} {name}", lambda: gemv.gemv(x, w), {"gemv_kernel": per_loop})
 
 
+def expert_case(name: str, hidden: int, width: int, k: int = 6) -> list[SassCase]:
+    def fake(rows: int, cols: int) -> layout.Tiled:
+        plan = layout.expert_plan(rows, cols)
+        b, g = plan.tile, cols // 32
+        values = meta(384, rows // (2 * b), g, b, 32)
+        scales = meta(384, rows // (2 * b), g // plan.step, 2, b, dtype=torch.int32)
+        return layout.Tiled("fp4", rows, cols, plan, values, scales, meta(1, dtype=torch.int32))
+
+    w13, w2 = fake(2 * width, hidden), fake(hidden, width)
+    x = gemv.QuantRows(meta(8, hidden), meta(hidden // 32, 8, dtype=torch.float32))
+    h = gemv.QuantRows(meta(8 * k, width), meta(width // 32, 8 * k, dtype=torch.float32))
+    places = (1, 8 * k)
+    listed = moe.ExpertList(meta(*places, dtype=torch.int32), meta(*places, 8, dtype=torch.int32))
+    weights = meta(8, k, dtype=torch.float32)
+    up_loop, down_loop = (2 * w.plan.tile * w.plan.step * 32 for w in (w13, w2))
+    return [
+        SassCase(
+            f"experts up {name}",
+            lambda: moe.routed_up(x, listed, weights, w13, limit=10.0),
+            {"expert_up_kernel": up_loop},
+        ),
+        SassCase(
+            f"experts down {name}",
+            lambda: moe.routed_down(h, listed, w2, picks=k),
+            {"expert_down_kernel": down_loop},
+        ),
+    ]
+
+
 def sass_cases() -> Iterator[SassCase]:
     yield dense_case("wq_b 32768x1280", 32768, 1280)
     yield dense_case("wo_b 5120x8192", 5120, 8192)
@@ -48,5 +77,27 @@ def sass_cases() -> Iterator[SassCase]:
     yield dense_case("tile 32", 288, 288)
     yield dense_case("wo_a", 8192, 4096, "fp8xbf16")
     yield dense_case("head", 129280, 5120, "bf16")
-    x = meta(8, 5120, dtype=torch.bfloat16)
-    yield SassCase("quantise 5120", lambda: gemv.quantize_rows(x))
+    for width in (2304, 1152, 576, 288):
+        yield from expert_case(f"5120x{width}", 5120, width)
+    picks = meta(8, 6, dtype=torch.int32)
+    yield SassCase("expert list", lambda: moe.expert_list(picks))
+    h = meta(8, 4608, dtype=torch.bfloat16)
+    yield SassCase("shared activation", lambda: moe.swiglu_rows(h, limit=10.0))
+    x = meta(8, 4, 5120, dtype=torch.bfloat16)
+    fn, base, scale, norm, coef = (
+        meta(*s, dtype=torch.float32) for s in ((24, 20480), (24,), (3,), (5120,), (8, 24))
+    )
+    yield SassCase(
+        "mix coefficients",
+        lambda: mhc.mix_coefficients(x, fn, base, scale, iters=20, eps=1e-6, norm_eps=1e-20),
+    )
+    y, picked = (meta(8, *s, 5120, dtype=torch.bfloat16) for s in ((), (6,)))
+    yield SassCase("boundary attention", lambda: mhc.boundary(x, norm, y=y, coef=coef))
+    yield SassCase("boundary experts", lambda: mhc.boundary(x, norm, y=picked, shared=y, coef=coef))
+    yield SassCase("norm 1280 of 1792", lambda: norm_1280())
+    yield SassCase("quantise 5120", lambda: gemv.quantize_rows(y))
+
+
+def norm_1280() -> object:
+    h = meta(8, 1792, dtype=torch.bfloat16)
+    return mhc.norm_rows(h, meta(1280, dtype=torch.float32), 1280, norm_eps=1e-20)

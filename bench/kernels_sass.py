@@ -118,7 +118,7 @@ def main() -> None:
             results.append(report)
             print(
                 f"{case.name:28} {name:24} {report['registers']:4} regs {report['spill_bytes']:4} B"
-                f" spilled {report['shared_bytes']:6} B shared  loop {report['loop_instructions']:4}"
+                f" spilled {report['shared_bytes']:6} B shared loop {report['loop_instructions']:4}"
                 f"  {report.get('lane_instructions_per_weight', '')}  {' '.join(report['mma'])}",
                 flush=True,
             )

@@ -53,7 +53,7 @@ def expert_plan(rows: int, cols: int) -> Plan:
     covers 2 * tile rows. Never split: the experts give programs enough."""
     pairs = rows // 2
     tile = next(b for b in (64, 32, 16) if pairs % b == 0)
-    return Plan(tile, step_groups(cols // GROUP), 1, max(1, tile // 16))
+    return Plan(tile, step_groups(cols // GROUP), 1, max(1, tile // 32))
 
 
 def _split(tiles: int, steps: int) -> int:

@@ -40,7 +40,7 @@ def next_power(n: int, least: int = 1) -> int:
     return max(least, 1 << (n - 1).bit_length())
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object) -> None:
+def launch(kernel: Any, grid: tuple[Any, ...], *args: object, **options: object) -> None:
     """kernel[grid](*args, **options): a jitted function's parameters are not those of a call."""
     kernel[grid](*args, **options)
 

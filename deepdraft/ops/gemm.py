@@ -1,9 +1,8 @@
 """Matrix products of a decode step in the published formats: contract and torch reference.
 
-Each function says what a kernel of `deepdraft.kernels` must compute (quant numerics). On a GPU it
-runs that kernel; there is no silent fall-back: a shape or tensor a kernel cannot take is an error.
-`reference=True` computes the same with plain torch on any device, in float32 or, as the oracle of
-tests, float64.
+Each function says what the kernel of the same purpose in `deepdraft.kernels.gemv` computes (quant
+numerics), in float32 or, as the oracle of tests, float64. Kernels never fall back to these: what a
+kernel cannot take is an error.
 
 Letters: R rows, N outputs, K inputs, G = K / 32 scale groups.
 """

@@ -117,3 +117,34 @@ def _dense(
     for part in rest:
         out = out + part
     return out
+
+
+def routed_up(
+    x: Tensor,
+    picks: Tensor,
+    weights: Tensor,
+    w1: Tensor,
+    w3: Tensor,
+    *,
+    limit: float,
+) -> Tensor:
+    """Inputs of the down product, before they are quantised: bf16 values [R, K, F] (quant
+    numerics).
+
+    x [R, D] (quantised values), picks int64 [R, K], weights [R, K], w1 and w3 [E, F, D] as
+    published, dequantised, all of one dtype. The reference of `deepdraft.kernels.moe.routed_up`,
+    which quantises the result in groups of 32 as `gemm.quantize_rows` does.
+    """
+    gate = torch.einsum("rd,rkfd->rkf", x, w1[picks])
+    up = torch.einsum("rd,rkfd->rkf", x, w3[picks])
+    gate, up = (h.bfloat16().to(x.dtype) for h in (gate, up))
+    f = silu(gate.clamp(max=limit)) * up.clamp(-limit, limit) * weights.unsqueeze(-1)
+    return f.bfloat16().to(x.dtype)
+
+
+def routed_down(h: Tensor, picks: Tensor, w2: Tensor) -> Tensor:
+    """h [R, K, F] (quantised values) times w2 [E, D, F] of each pick: [R, K, D], sums in h's dtype.
+
+    The reference of `deepdraft.kernels.moe.routed_down`, which rounds the result to bf16.
+    """
+    return torch.einsum("rkf,rkdf->rkd", h, w2[picks])
