@@ -94,12 +94,6 @@ class GrammarCompiler:
         size = len(source.lark.encode())
         if size > MAX_GRAMMAR_BYTES:
             raise RequestError(f"the grammar has {size} bytes; at most {MAX_GRAMMAR_BYTES} go")
-        automaton = llguidance.LLMatcher(self._vocabulary, source.lark, log_level=0, limits=_LIMITS)
-        if automaton.is_error():
-            raise RequestError(_reason(automaton))
-        if automaton.get_grammar_warnings():
-            # The library warns where it leaves something out.
-            raise RequestError(_first_line(automaton.get_grammar_warnings()[0]))
         trigger = {"after_reasoning": self._think_end, "at_call": self._call_marker}.get(
             source.start
         )
@@ -111,17 +105,27 @@ class GrammarCompiler:
             free[self.eos_token_id] = False
             if self._call_marker is not None:
                 free[self._call_marker] = False
-        grammar = Grammar(self, source, automaton, free, trigger)
-        grammar.check()
-        return grammar
+        return Grammar(self, source, free, trigger)
+
+    def automaton(self, source: GrammarSource) -> llguidance.LLMatcher:
+        """A new automaton, with the prefix taken. Raises RequestError."""
+        automaton = llguidance.LLMatcher(self._vocabulary, source.lark, log_level=0, limits=_LIMITS)
+        if automaton.is_error():
+            raise RequestError(_reason(automaton))
+        if automaton.get_grammar_warnings():
+            # The library warns where it leaves something out.
+            raise RequestError(_gist(automaton.get_grammar_warnings()[0]))
+        ids = self._encode(source.prefix)
+        if automaton.try_consume_tokens(ids) != len(ids):
+            raise RequestError(
+                "the last message, which is to be continued, is no beginning of what the answer "
+                "must be"
+            )
+        return automaton
 
     def ends_with_bracket(self, token_id: int) -> bool:
         """The token's text ends with `<`."""
         return self._endings(token_id).endswith(b"<")
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of plain text."""
-        return self._encode(text)
 
 
 _compilers: "weakref.WeakKeyDictionary[Tokenizer, dict[tuple[int, int], GrammarCompiler]]" = (
@@ -157,15 +161,18 @@ class _Vocabulary:
 
 
 def _reason(automaton: llguidance.LLMatcher) -> str:
-    return _first_line(automaton.get_error())
+    return _gist(automaton.get_error())
 
 
-def _first_line(message: str) -> str:
+def _gist(message: str) -> str:
     """The gist of the library's message, which goes on with excerpts of the grammar."""
     lines = message.strip().splitlines() or ["unknown error"]
     first = _PLACE.sub("", lines[0])
     for prefix in _PREFIXES:
         first = first.removeprefix(prefix)
+    if first.startswith("Unimplemented keys: "):
+        keys = first.removeprefix("Unimplemented keys: ").strip("[]").replace('"', "")
+        return f"these keywords of the schema are not served: {keys}"
     details = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if details and "regex parse error" in first:
         return f"the pattern is not served: {details[0]}"
@@ -179,16 +186,21 @@ class Grammar:
         self,
         compiler: GrammarCompiler,
         source: GrammarSource,
-        automaton: llguidance.LLMatcher,
         free: Mask | None,
         trigger: int | None,
     ) -> None:
+        """Raises RequestError for a grammar that cannot be enforced or allows nothing."""
         self.compiler = compiler
         self.source = source
         self.free = free
         """What is allowed before the form begins; None: everything."""
         self.trigger = trigger
-        self._automaton = automaton
+        self._automaton = compiler.automaton(source)
+        # The first mask is also where most grammars that are too complex fail.
+        try:
+            _allowed(self._automaton.deep_copy(), compiler)
+        except GrammarError as error:
+            raise RequestError(error.message) from error
         self._lock = threading.Lock()
 
     def matcher(self) -> "Matcher":
@@ -200,29 +212,24 @@ class Grammar:
         with self._lock:
             return self._automaton.deep_copy()
 
-    def check(self) -> None:
-        """Takes the prefix, and raises RequestError where nothing can follow."""
-        if self.source.prefix:
-            ids = self.compiler.encode(self.source.prefix)
-            if self._automaton.try_consume_tokens(ids) != len(ids):
-                raise RequestError(
-                    "the last message, which is to be continued, is no beginning of what "
-                    "the answer must be"
-                )
-        # The first mask is also where most grammars that are too complex fail.
-        try:
-            allowed(self.begin(), self.compiler)
-        except GrammarError as error:
-            raise RequestError(error.message) from error
+    def renew(self) -> llguidance.LLMatcher:
+        """`begin` for an automaton that starts from nothing, as all later ones do.
+
+        All copies of an automaton share what they have learnt, and the limits on that.
+        """
+        automaton = self.compiler.automaton(self.source)
+        with self._lock:
+            self._automaton = automaton
+            return automaton.deep_copy()
 
 
-def allowed(automaton: llguidance.LLMatcher, compiler: GrammarCompiler) -> Mask:
+def _allowed(automaton: llguidance.LLMatcher, compiler: GrammarCompiler) -> Mask:
     """The tokens [V] that may come next. The end of the answer counts where it may end here.
 
     Raises GrammarError.
     """
     bits = np.frombuffer(automaton.compute_bitmask(), dtype=np.uint8)
-    if automaton.is_error():
+    if automaton.is_error() and "NoExtension" not in automaton.get_error():
         raise GrammarError(f"the grammar is too complex: {_reason(automaton)}")
     mask = np.unpackbits(bits, count=compiler.vocab_size, bitorder="little").view(np.bool_)
     # In a dead end the library sets this bit, too.
@@ -260,7 +267,12 @@ class Matcher:
             return mask
         if self._automaton is None:
             return self.grammar.free
-        return allowed(self._automaton, compiler)
+        try:
+            return _allowed(self._automaton, compiler)
+        except GrammarError:
+            # Perhaps it is other answers, or drafts that were taken back, that used up the limits.
+            self._automaton = self._replay(self.grammar.renew())
+        return _allowed(self._automaton, compiler)
 
     def advance(self, token_id: int) -> bool:
         """Takes one token; False, and nothing is changed, where it is not allowed."""
@@ -310,8 +322,12 @@ class Matcher:
         del self._formed[len(self._formed) - num_tokens :]
         if self._automaton.is_error() or not self._automaton.rollback(num_tokens):
             # An automaton never leaves an error, whatever it takes back: begin again.
-            self._automaton = self.grammar.begin()
-            self._automaton.try_consume_tokens(self._formed)
+            self._automaton = self._replay(self.grammar.begin())
+
+    def _replay(self, automaton: llguidance.LLMatcher) -> llguidance.LLMatcher:
+        for token_id in self._formed:
+            automaton.try_consume_tokens([token_id])
+        return automaton
 
     def clone(self) -> "Matcher":
         """A second state at the same place."""

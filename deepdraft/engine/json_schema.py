@@ -28,11 +28,13 @@ SCHEMAS = frozenset({"items", "additionalItems", "additionalProperties", "contai
 SCHEMAS |= {"unevaluatedItems", "unevaluatedProperties", "propertyNames", "not"}
 SCHEMAS |= {"if", "then", "else"}
 
+_MOST = (1 << 63) - (1 << 10)
+"""The largest integer below 2**63 that a double holds: the library reckons bounds in doubles."""
 _INTEGER_FORMATS = {
     f"{sign}int{bits}": (0, 2**bits - 1) if sign else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
     for sign in ("", "u")
-    for bits in (8, 16, 32, 64)
-}
+    for bits in (8, 16, 32)
+} | {"int64": (-_MOST, _MOST), "uint64": (0, _MOST)}
 _ANY_NUMBER_FORMATS = frozenset({"float", "double"})
 
 
@@ -95,6 +97,10 @@ def _clean(schema: object, multiples: list[int], *, root: bool = False) -> Schem
     _check_object(out)
     _check_reference(out)
     _bound_integers(out)
+    for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+        bound = out.get(name)
+        if isinstance(bound, int) and (abs(bound) > _MOST or float(bound) != bound):
+            raise RequestError(f"{name} is {bound}, which cannot be enforced exactly")
     if _is_number(out.get("multipleOf")):
         multiples.append(_whole(out["multipleOf"]))
     return out

@@ -101,9 +101,15 @@ def regex_rule(rules: Rules, pattern: str) -> str:
     # The whole answer must match, so anchors at the ends say nothing new.
     pattern = pattern.removeprefix("^")
     body = pattern.removesuffix("$")
-    if (len(body) - len(body.rstrip("\\"))) % 2:
+    if _ends_in_escape(body):
         body = pattern  # the dollar was escaped
+    if _ends_in_escape(body):
+        raise RequestError("the pattern ends in a backslash that escapes nothing")
     return rules.rule(f"/{llguidance.regex_to_lark(body, use_ascii='dw')}/" if body else '""')
+
+
+def _ends_in_escape(pattern: str) -> bool:
+    return (len(pattern) - len(pattern.rstrip("\\"))) % 2 == 1
 
 
 def choice_rule(rules: Rules, choices: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deepdraft.errors import EngineError
-from deepdraft.spec.schedule import DraftGate, RateMeter
+from deepdraft.spec.schedule import DraftGate
 from deepdraft.types import (
     DecodeStats,
     FinishReason,
@@ -22,6 +22,12 @@ from deepdraft.types import (
 )
 
 EventSink = Callable[[TokenEvent], None]
+
+
+def new_gate() -> DraftGate:
+    """The gate of a new request. The numbers come from recorded drafts of the demo model
+    (docs/speculation.md): one bad step is enough to pause, and a pause is never long."""
+    return DraftGate(trial=1, first_pause=16, longest_pause=64, decay=0.7)
 
 
 @dataclass(slots=True)
@@ -72,8 +78,7 @@ class Request:
     """How often each token was produced: what the penalties read."""
     rule: Rule = "coupled"
     """How its drafts are verified; settled on admission."""
-    gate: DraftGate = field(default_factory=DraftGate)
-    meter: RateMeter = field(default_factory=RateMeter)
+    gate: DraftGate = field(default_factory=new_gate)
     record: DecodeRecord = field(default_factory=DecodeRecord)
     matcher: TokenMatcher | None = None
     """Where the answer stands in its grammar, if it has one; made on admission."""

@@ -229,8 +229,10 @@ class Speculator:
         self._greedy = self._sampled = options.schedule or FixedSchedule(num_drafts=self.block_size)
         self._by_cost = options.schedule is None and options.costs is not None
         if self._by_cost and options.costs is not None:
-            self._greedy = CostSchedule(table=options.costs.verify)
-            self._sampled = CostSchedule(table=options.costs.sampled())
+            calibration = options.calibrations.get(options.rule) or Calibration()
+            means = calibration.means
+            self._greedy = CostSchedule(table=options.costs.verify, means=means)
+            self._sampled = CostSchedule(table=options.costs.sampled(), means=means)
 
     def settle(self, request: Request) -> None:
         """Chooses a new request's rule. At temperature 0 all rules give the same text, and coupled
@@ -317,7 +319,7 @@ class Speculator:
                 confidences,
                 max_rows=most,
                 load=load,
-                rate=self._rate(blocks, load),
+                rate=len(blocks) / schedule.table.step_ms(len(blocks), load),
                 spent_ms=self._draft_ms(blocks),
             )
         else:
@@ -329,11 +331,13 @@ class Speculator:
         calibration = self.options.calibrations.get(block.request.rule) or Calibration()
         return calibration.apply(block.raw)
 
-    def _rate(self, blocks: Sequence[Block], load: float) -> float:
-        """Tokens per ms that these requests reach together, from what each reached lately."""
-        assert self.options.costs is not None
-        plain = 1.0 / self.options.costs.verify.step_ms(len(blocks), load)
-        return sum(b.request.meter.rate or plain for b in blocks)
+    def _expected(self, block: Block) -> float:
+        """How many of the verified drafts should stand."""
+        total, survival = 0.0, 1.0
+        for confidence in self._confidences(block)[: len(block.token_ids)]:
+            survival *= confidence
+            total += survival
+        return total
 
     def _draft_ms(self, blocks: Sequence[Block]) -> float:
         costs = self.options.costs
@@ -393,10 +397,11 @@ class Speculator:
         self._runner.commit(block.request.handle, block.start + num_accepted)
 
     def learn(self, blocks: Sequence[Block], accepted: Sequence[int], ms: float) -> None:
-        """Takes the results of a step to the records, the rate and the gate of each request.
+        """Takes the results of a step to the record and the gate of each request.
 
-        `ms`: the whole step as measured. Gate and rate reckon in the cost table's milliseconds, so
-        that a busy moment of the machine does not look like a bad draft.
+        `ms`: the whole step as measured. The gate reckons in the cost table's milliseconds, so that
+        a busy moment of the machine does not look like a bad draft, and in the mean of the drafts
+        accepted and those expected, which is less of a gamble than either.
         """
         for block, num_accepted in zip(blocks, accepted, strict=True):
             record = block.request.record
@@ -416,7 +421,6 @@ class Speculator:
         draft_ms = self._draft_ms(blocks)
         drafting = sum(b.num_drafted > 0 for b in blocks)
         for block, num_accepted in zip(blocks, accepted, strict=True):
-            block.request.meter.add(1 + num_accepted, step_ms + draft_ms)
             if block.num_drafted:
                 extra = (step_ms - plain_ms) * len(block.token_ids) / max(1, verified)
                 own = plain_ms / len(blocks)

@@ -1,0 +1,353 @@
+"""`deepdraft bench accept`: how many drafts stand, by domain, temperature, rule and schedule.
+
+Owns: the grid of runs, reliability of confidences, calibration, the schedule's worth on recorded
+drafts. Knows nothing of: thresholds, plots.
+
+Answers are made one at a time, so ms are those of a single stream.
+"""
+
+import random
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from deepdraft.checkpoint.reader import Checkpoint
+from deepdraft.engine.engine import Engine
+from deepdraft.engine.measure import measure_costs
+from deepdraft.engine.request import new_gate
+from deepdraft.engine.runner import Runner
+from deepdraft.engine.speculate import Block, BlockTarget, Speculation
+from deepdraft.errors import EngineError
+from deepdraft.proof.prompts import Prompt, evenly, load_prompts
+from deepdraft.spec.calibrate import (
+    Calibration,
+    Observation,
+    brier,
+    calibration_error,
+    fit,
+    pairs,
+    reliability,
+)
+from deepdraft.spec.costs import StepCosts
+from deepdraft.spec.protocol import RULES, Proposal, Verdict
+from deepdraft.spec.schedule import CostSchedule, ThresholdSchedule
+from deepdraft.text.tokenizer import Tokenizer
+from deepdraft.types import (
+    DecodeStats,
+    GenerateRequest,
+    Rule,
+    SamplingParams,
+    SpeculationParams,
+)
+
+TEMPERATURES = (0.0, 0.7, 1.0)
+THRESHOLDS = (0.2, 0.3, 0.5, 0.7)
+BLOCK_SIZES = (1, 2, 3, 4, 7)
+BOOTSTRAPS = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One cell of the grid. `schedule`: all, cost, none, or a threshold."""
+
+    temperature: float
+    rule: Rule = "coupled"
+    num_drafts: int | None = None
+    schedule: str | float = "all"
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one answer took, and its verified blocks in order."""
+
+    prompt: Prompt
+    stats: DecodeStats
+    seconds: float
+    num_tokens: int
+    blocks: list[Observation] = field(default_factory=list)
+
+
+class Bench:
+    """A loaded model, and answers under any setting."""
+
+    def __init__(self, model: str | Path, *, context: int, numerics: str = "exact") -> None:
+        torch.set_num_threads(1)
+        self.tokenizer = Tokenizer.load(model)
+        checkpoint = Checkpoint.open(model)
+        self.eos = checkpoint.args.eos_token_id
+        self.runner = Runner.from_checkpoint(
+            checkpoint,
+            self.tokenizer,
+            numerics=numerics,
+            drafter=True,
+            max_context=context + context % 2,
+            num_sequences=4,
+        )
+        self.block_size = self.runner.block_size
+        self.costs = measure_costs(self.runner, repeats=6)
+
+    def run(
+        self,
+        prompts: Sequence[Prompt],
+        setting: Setting,
+        tokens: int,
+        calibration: Calibration | None = None,
+    ) -> list[Answer]:
+        """Answers one after the other. Those without a decode step are left out."""
+        self.runner.block_size = setting.num_drafts or self.block_size
+        options = Speculation(
+            rule=setting.rule,
+            costs=self.costs if setting.schedule == "cost" else None,
+            calibrations={} if calibration is None else {setting.rule: calibration},
+            schedule=ThresholdSchedule(threshold=setting.schedule)
+            if isinstance(setting.schedule, float)
+            else None,
+        )
+        engine = Engine(self.runner, max_running=1, speculation=options)
+        blocks: list[Observation] = []
+
+        def observe(
+            block: Block, proposal: Proposal, target: BlockTarget, verdict: Verdict
+        ) -> None:
+            # The cut off confidences go with it: what was not verified was not observed.
+            raw = tuple(block.raw[: len(proposal)])
+            blocks.append(Observation(raw=raw, num_accepted=verdict.num_accepted))
+
+        engine.speculator.observer = observe
+        engine.start()
+        answers = []
+        try:
+            for i, prompt in enumerate(prompts):
+                blocks.clear()
+                answer = self._answer(engine, prompt, setting, tokens, seed=i)
+                if answer is not None:
+                    answer.blocks = blocks[1:]  # the first one is the prompt's own token
+                    answers.append(answer)
+        finally:
+            engine.close()
+            self.runner.block_size = self.block_size
+        return answers
+
+    def _answer(
+        self, engine: Engine, prompt: Prompt, setting: Setting, tokens: int, seed: int
+    ) -> Answer | None:
+        request = GenerateRequest(
+            request_id="bench",
+            prompt_ids=prompt.ids,
+            sampling=SamplingParams(temperature=setting.temperature, seed=seed),
+            max_new_tokens=tokens,
+            stop_token_ids=frozenset({self.eos}),
+            speculation=SpeculationParams(num_drafts=0 if setting.schedule == "none" else None),
+        )
+        begin, stats, num_tokens = None, None, 0
+        for event in engine.generate(request):
+            if event.error is not None:
+                raise EngineError(event.error)
+            if begin is None:
+                begin = time.perf_counter()  # at the first token: decoding alone is timed
+            else:
+                num_tokens += len(event.token_ids)
+            stats = event.stats or stats
+        assert begin is not None
+        if stats is None:
+            return None
+        return Answer(prompt, stats, time.perf_counter() - begin, num_tokens)
+
+
+def accept(
+    model: str | Path,
+    *,
+    prompts: str | None = None,
+    num_prompts: int | None = None,
+    tokens: int = 96,
+    numerics: str = "exact",
+    quick: bool = False,
+) -> dict[str, Any]:
+    """The whole report. `quick` leaves out block sizes and thresholds."""
+    chosen = evenly(load_prompts(prompts, Tokenizer.load(model)), num_prompts)
+    bench = Bench(model, context=max(len(p.ids) for p in chosen) + tokens, numerics=numerics)
+    grid = [Setting(temperature=0.0)]
+    grid += [Setting(temperature=t, rule=r) for t in TEMPERATURES[1:] for r in RULES]
+    recorded = {setting: bench.run(chosen, setting, tokens) for setting in grid}
+    by_rule: dict[Rule, list[Observation]] = defaultdict(list)
+    for setting, answers in recorded.items():
+        by_rule[setting.rule] += [b for a in answers for b in a.blocks]
+    calibrations = {r: fit(x, num_positions=bench.block_size) for r, x in by_rule.items()}
+    rows = [row for s, a in recorded.items() for row in _rows(s, a, bench.block_size)]
+    rest = [Setting(temperature=t, schedule=s) for t in (0.0, 1.0) for s in ("none", "cost")]
+    if not quick:
+        rest += [Setting(temperature=t, num_drafts=n) for t in (0.0, 1.0) for n in BLOCK_SIZES]
+        rest += [Setting(temperature=t, schedule=c) for t in (0.0, 1.0) for c in THRESHOLDS]
+    for setting in rest:
+        calibration = calibrations[setting.rule] if setting.schedule == "cost" else None
+        answers = bench.run(chosen, setting, tokens, calibration)
+        rows += _rows(setting, answers, bench.block_size)
+    return {
+        "what": "accepted drafts",
+        "numerics": numerics,
+        "prompts": len(chosen),
+        "tokens_per_answer": tokens,
+        "block_size": bench.block_size,
+        "costs": bench.costs.to_dict(),
+        "runs": rows,
+        "reliability": [_reliability(s, a, bench.block_size) for s, a in recorded.items()],
+        "calibrations": {r: c.to_dict() for r, c in calibrations.items()},
+        "schedule": [
+            _worth(s, a, bench.costs, calibrations[s.rule], bench.block_size)
+            for s, a in recorded.items()
+        ],
+    }
+
+
+def _rows(setting: Setting, answers: Sequence[Answer], block_size: int) -> list[dict[str, Any]]:
+    """One row a domain, and one of all."""
+    groups: dict[str, list[Answer]] = defaultdict(list)
+    for answer in answers:
+        groups[answer.prompt.domain].append(answer)
+    groups["all"] = list(answers)
+    rows = []
+    for domain, own in groups.items():
+        steps = sum(a.stats.steps for a in own)
+        length = 1 + sum(a.stats.accepted for a in own) / steps
+        seconds = sum(a.seconds for a in own)
+        rows.append(
+            {
+                "domain": domain,
+                "temperature": setting.temperature,
+                "rule": setting.rule,
+                "block_size": setting.num_drafts or block_size,
+                "schedule": setting.schedule,
+                "answers": len(own),
+                "tokens": sum(a.num_tokens for a in own),
+                "steps": steps,
+                "accepted_length": round(length, 4),
+                "drafts": sum(a.stats.drafts for a in own),
+                "verified": sum(a.stats.verified for a in own),
+                "ms_per_step": round(1e3 * seconds / steps, 3),
+                "tokens_per_s": round(sum(a.num_tokens for a in own) / seconds, 1),
+            }
+        )
+    return rows
+
+
+def _reliability(setting: Setting, answers: Sequence[Answer], num: int) -> dict[str, Any]:
+    """Confidences against what came of the drafts: half of the answers fit, the others judge."""
+    halves = [[b for a in answers[i::2] for b in a.blocks] for i in (0, 1)]
+    fitted = fit(halves[0], num_positions=num)
+    result: dict[str, Any] = {"temperature": setting.temperature, "rule": setting.rule}
+    for name, calibration in (("raw", Calibration()), ("calibrated", fitted)):
+        said, came = [], []
+        for position in range(num):
+            raw, accepted = pairs(halves[1], position)
+            said += [calibration.apply([0.0] * position + [x])[-1] for x in raw]
+            came += accepted.tolist()
+        bins = reliability(np.array(said), np.array(came))
+        result[name] = {
+            "drafts": len(said),
+            "brier": round(brier(np.array(said), np.array(came)), 5),
+            "expected_calibration_error": round(calibration_error(bins), 5),
+            "bins": [
+                {
+                    "from": b.low,
+                    "to": b.high,
+                    "count": b.count,
+                    "predicted": round(b.predicted, 4),
+                    "observed": round(b.observed, 4),
+                }
+                for b in bins
+            ],
+        }
+    result["temperatures"] = [round(t, 4) for t in fitted.temperatures]
+    return result
+
+
+def replay(
+    blocks: Sequence[Observation],
+    costs: StepCosts,
+    calibration: Calibration,
+    *,
+    sampled: bool,
+    fixed: int | None = None,
+) -> tuple[float, float]:
+    """Tokens and ms of recorded blocks under the cost schedule with its gate, or a fixed count.
+
+    The drafts and what came of them are the recorded ones; ms come from the cost table.
+    """
+    table = costs.sampled() if sampled else costs.verify
+    schedule, gate = CostSchedule(table=table, means=calibration.means), new_gate()
+    plain = table.step_ms(1)
+    tokens = total = 0.0
+    for seen in blocks:
+        extra = len(seen.raw) * costs.sampled_draft if sampled else 0.0
+        draft_ms, expected = costs.draft.step_ms(1) + extra, 0.0
+        if fixed is not None:
+            count = min(fixed, len(seen.raw))
+            draft_ms = draft_ms if fixed else 0.0
+        elif not gate.wants_draft():
+            count, draft_ms = 0, 0.0
+        else:
+            chosen = schedule.allocate([calibration.apply(seen.raw)], rate=1.0 / plain)
+            count, expected = chosen.num_drafts[0], chosen.expected_tokens
+        gained = 1 + min(count, seen.num_accepted)
+        ms = draft_ms + table.step_ms(1 + count)
+        tokens += gained
+        total += ms
+        if fixed is None and draft_ms:
+            gate.record((gained + expected) / 2, ms, plain)
+    return tokens, total
+
+
+def _worth(
+    setting: Setting,
+    answers: Sequence[Answer],
+    costs: StepCosts,
+    calibration: Calibration,
+    num: int,
+) -> dict[str, Any]:
+    """The schedule against every fixed count on the same drafts, by domain and over all."""
+    sampled = setting.temperature > 0
+    counts: list[int | None] = [None, *range(num + 1)]
+    cells: dict[str, list[list[tuple[float, float]]]] = defaultdict(list)
+    for answer in answers:
+        cells[answer.prompt.domain].append(
+            [replay(answer.blocks, costs, calibration, sampled=sampled, fixed=k) for k in counts]
+        )
+    domains = {}
+    for domain, own in cells.items():
+        rates = _rates(own)
+        domains[domain] = {
+            "scheduled": round(rates[0], 5),
+            "fixed": [round(r, 5) for r in rates[1:]],
+            "of_best_fixed": round(rates[0] / max(rates[1:]), 4),
+        }
+    everything = [cell for own in cells.values() for cell in own]
+    rates = _rates(everything)
+    rng = random.Random(0)
+    gains = []
+    for _ in range(BOOTSTRAPS):
+        again = _rates([rng.choice(everything) for _ in everything])
+        gains.append(again[0] / max(again[1:]))
+    gains.sort()
+    return {
+        "temperature": setting.temperature,
+        "rule": setting.rule,
+        "unit": "accepted length per ms",
+        "domains": domains,
+        "mixed": {
+            "scheduled": round(rates[0], 5),
+            "fixed": [round(r, 5) for r in rates[1:]],
+            "over_best_fixed": round(rates[0] / max(rates[1:]), 4),
+            "interval_95": [round(gains[int(BOOTSTRAPS * q)], 4) for q in (0.025, 0.975)],
+        },
+    }
+
+
+def _rates(cells: Sequence[Sequence[tuple[float, float]]]) -> list[float]:
+    """Tokens per ms of each way, over cells [answer][way] of (tokens, ms)."""
+    return [sum(t for t, _ in way) / sum(ms for _, ms in way) for way in zip(*cells, strict=True)]

@@ -1,0 +1,634 @@
+"""Grammars: what the masks allow, phases, roll-back, limits, cache."""
+
+import itertools
+import json
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from deepdraft.engine import grammar as module
+from deepdraft.engine.grammar import (
+    Grammar,
+    GrammarCompiler,
+    GrammarError,
+    GrammarSource,
+    Matcher,
+    Start,
+    compiler_for,
+)
+from deepdraft.engine.json_schema import clean
+from deepdraft.engine.lark import Rules, choice_rule, json_rule, regex_rule
+from deepdraft.errors import RequestError
+from deepdraft.server.service import bundled_checkpoint
+from deepdraft.text.tokenizer import Tokenizer
+from tests.text.cases import published_tokenizer, toy_spec, toy_tokenizer
+
+from .json_cases import read, schemas, valid, values
+
+common = settings(
+    deadline=None,
+    database=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+EOS_TEXT = "<｜end▁of▁sentence｜>"
+DEMO = Tokenizer.load(bundled_checkpoint())
+
+
+def compiler(tokenizer: Tokenizer = DEMO, extra: int = 0) -> GrammarCompiler:
+    eos = tokenizer.id_of(EOS_TEXT)
+    assert eos is not None
+    return compiler_for(tokenizer, tokenizer.vocab_size + extra, eos)
+
+
+def json_source(schema: Any, start: Start = "at_once", prefix: str = "") -> GrammarSource:
+    rules = Rules()
+    return GrammarSource(lark=rules.text(json_rule(rules, schema)), start=start, prefix=prefix)
+
+
+def compiled(schema: Any, tokenizer: Tokenizer = DEMO, **options: Any) -> Grammar:
+    return compiler(tokenizer).compile(json_source(schema, **options))
+
+
+def choices(texts: Sequence[str], tokenizer: Tokenizer = DEMO, extra: int = 0) -> Grammar:
+    rules = Rules()
+    return compiler(tokenizer, extra).compile(
+        GrammarSource(lark=rules.text(choice_rule(rules, texts)))
+    )
+
+
+def pattern(text: str) -> Grammar:
+    rules = Rules()
+    return compiler().compile(GrammarSource(lark=rules.text(regex_rule(rules, text))))
+
+
+def accepts(grammar: Grammar, text: str, tokenizer: Tokenizer = DEMO) -> bool:
+    """Every token of `text` is in its mask, and the answer may end behind it."""
+    matcher = grammar.matcher()
+    for token_id in tokenizer.encode_text(text):
+        mask = matcher.mask()
+        taken = matcher.advance(token_id)
+        assert taken == (mask is None or bool(mask[token_id]))
+        if not taken:
+            return False
+    mask = matcher.mask()
+    return mask is None or bool(mask[grammar.compiler.eos_token_id])
+
+
+class Walker:
+    """Draws answers from masks with random logits; ends long texts when it may."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        closing = set('"}],:0123456789-x>')
+        self.tokenizer = tokenizer
+        self.closers = np.array(
+            [
+                0 < len(text) < 4 and set(text.decode("latin-1")) <= closing
+                for text in map(tokenizer.token_bytes, range(tokenizer.vocab_size))
+            ]
+        )
+
+    def walk(self, matcher: Matcher, seed: int, most: int = 300) -> list[int] | None:
+        """The tokens of a whole answer without its end, None where there was none in `most`."""
+        rng = np.random.default_rng(seed)
+        eos = matcher.grammar.compiler.eos_token_id
+        out: list[int] = []
+        while not matcher.is_finished:
+            if len(out) == most:
+                return None
+            mask = matcher.mask()
+            assert mask is not None and mask.any()
+            scores = rng.gumbel(size=mask.shape[0])
+            if len(out) > 24:
+                scores[self.closers] += 12
+                scores[eos] += 20
+            scores[~mask] = -np.inf
+            token_id = int(scores.argmax())
+            assert matcher.advance(token_id)
+            if token_id == eos:
+                break
+            out.append(token_id)
+        return out
+
+
+WALKER = Walker(DEMO)
+
+
+# What is allowed
+
+
+@common
+@given(schema=schemas(), seed=st.integers(0, 2**32))
+def test_every_answer_validates(schema: dict[str, Any], seed: int) -> None:
+    try:
+        grammar = compiled(schema)
+    except RequestError as error:
+        assume("allows nothing" not in error.message and "Unsatisfiable" not in error.message)
+        raise
+    for i in range(3):
+        out = WALKER.walk(grammar.matcher(), seed + i)
+        if out is not None:
+            text = DEMO.decode(out)
+            assert valid(read(text), schema, schema), text
+
+
+@common
+@given(data=st.data(), schema=schemas(), tight=st.booleans())
+def test_every_valid_value_may_be_written(
+    data: st.DataObject, schema: dict[str, Any], tight: bool
+) -> None:
+    value = data.draw(values(schema, schema))
+    text = json.dumps(value, ensure_ascii=False, indent=None if tight else 2)
+    # The validator and the generator of these tests agree, too.
+    assert valid(read(text), schema, schema)
+    assert accepts(compiled(schema), text)
+
+
+def test_walks_end() -> None:
+    """The walks above prove something: most of them come to an end, and they differ."""
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    grammar = compiled(schema)
+    texts = [WALKER.walk(grammar.matcher(), seed) for seed in range(40)]
+    assert sum(out is not None for out in texts) >= 30
+    assert len({tuple(out) for out in texts if out}) >= 25
+
+
+@pytest.mark.parametrize("extra", [0, 37])
+def test_masks_are_exact(extra: int) -> None:
+    """A token is allowed exactly if what was written stays a beginning of a choice."""
+    tokenizer = toy_tokenizer()
+    texts = ["in", "inv</a>", "inv cé\n\n", "", "日", "in\\n", '"in"', "\x00"]
+    grammar = choices(texts, tokenizer, extra)
+    eos = grammar.compiler.eos_token_id
+    wanted = [text.encode() for text in texts]
+    seen = 0
+
+    def explore(matcher: Matcher, done: bytes) -> None:
+        nonlocal seen
+        seen += 1
+        mask = matcher.mask()
+        assert mask is not None and mask.shape == (tokenizer.vocab_size + extra,)
+        for token_id in range(tokenizer.vocab_size + extra):
+            text = tokenizer.token_bytes(token_id)
+            control = token_id in tokenizer.control_ids
+            after = done + text
+            allowed = bool(text) and not control and any(w.startswith(after) for w in wanted)
+            if token_id == eos:
+                allowed = done in wanted
+            assert mask[token_id] == allowed, (done, text)
+            twin = matcher.clone()
+            assert twin.advance(token_id) == allowed
+            if allowed and token_id != eos:
+                assert twin.is_finished == (after in wanted and wanted_ends(after))
+                explore(twin, after)
+
+    def wanted_ends(text: bytes) -> bool:
+        return not any(w != text and w.startswith(text) for w in wanted)
+
+    explore(grammar.matcher(), b"")
+    assert seen > 30
+
+
+@pytest.mark.parametrize("tokenizer", [DEMO, published_tokenizer()], ids=["demo", "published"])
+def test_no_control_token_is_ever_a_part_of_text(tokenizer: Tokenizer) -> None:
+    matcher = compiled({"type": "object"}, tokenizer).matcher()
+    for token_id in tokenizer.encode_text('{"'):
+        assert matcher.advance(token_id)
+    mask = matcher.mask()
+    assert mask is not None and mask.sum() > tokenizer.vocab_size // 2
+    assert not mask[sorted(tokenizer.control_ids)].any()
+
+
+@common
+@given(
+    texts=st.lists(st.text(st.characters(exclude_categories=("Cs",)), max_size=6), min_size=1),
+    other=st.text(st.characters(exclude_categories=("Cs",)), max_size=6),
+)
+def test_choices_are_taken_literally(texts: list[str], other: str) -> None:
+    grammar = choices(texts)
+    assert all(accepts(grammar, text) for text in texts)
+    assert accepts(grammar, other) == (other in texts)
+
+
+@pytest.mark.parametrize(
+    ("regex", "good", "bad"),
+    [
+        ("[a-c]+", ["a", "abc"], ["", "abd", "a\n"]),
+        ("^a|b$", ["a", "b"], ["ab", "xb", "ax"]),
+        ("a\\$", ["a$"], ["a", "a\\"]),
+        ("x\\\\$", ["x\\"], ["x", "x$"]),
+        ("\\d{2}", ["12"], ["١٢", "1"]),
+        ("\\w", ["a", "_"], ["ä", "-"]),
+        ("(é|🎉){2}", ["é🎉"], ["é"]),
+        ('a/b\n"c"', ['a/b\n"c"'], ["a/b"]),
+        ("(?i)yes", ["YES", "yes"], ["no"]),
+        ("^$", [""], ["a"]),
+        (".*", ["", "ab"], ["a\nb"]),
+    ],
+)
+def test_patterns(regex: str, good: list[str], bad: list[str]) -> None:
+    grammar = pattern(regex)
+    assert [t for t in good if not accepts(grammar, t)] == []
+    assert [t for t in bad if accepts(grammar, t)] == []
+
+
+def test_an_answer_ends_exactly_where_nothing_may_follow() -> None:
+    matcher = choices(["a", "ab", "abc"]).matcher()
+    for letter, finished in (("a", False), ("b", False), ("c", True)):
+        assert matcher.advance(DEMO.encode_text(letter)[0])
+        assert matcher.is_finished is finished
+        mask = matcher.mask()
+        assert mask is not None and mask[compiler().eos_token_id]
+        assert (int(mask.sum()) == 1) is finished
+
+
+def test_white_space_is_bounded() -> None:
+    """A model that only wants to write white space is made to go on."""
+    matcher = compiled({"type": "array", "items": {"type": "integer"}, "minItems": 2}).matcher()
+    blank = np.array([DEMO.token_bytes(i).strip() == b"" for i in range(DEMO.vocab_size)])
+    blank[sorted(DEMO.control_ids)] = False
+    num_blank, out = 0, []
+    while not matcher.is_finished and len(out) < 400:
+        mask = matcher.mask()
+        assert mask is not None
+        spaces = np.flatnonzero(mask & blank)
+        digits = np.flatnonzero(mask & WALKER.closers)
+        rest = digits if len(digits) else np.flatnonzero(mask)
+        token_id = int(spaces[-1] if len(spaces) else rest[-1])
+        num_blank += len(spaces) > 0
+        assert matcher.advance(token_id)
+        out.append(token_id)
+        if b"]" in DEMO.token_bytes(token_id):
+            break
+    assert len(out) < 400 and num_blank >= 2
+    assert isinstance(json.loads(DEMO.decode(out)), list)
+
+
+def test_property_names_have_one_spelling() -> None:
+    """An escape cannot smuggle in a property under another one's rules."""
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "additionalProperties": {"type": "string"},
+    }
+    assert accepts(compiled(schema), '{"a": 1, "b": "x"}')
+    assert not accepts(compiled(schema), '{"\\u0061": "x"}')
+    assert not accepts(compiled(schema), '{"a": "x"}')
+    assert not accepts(compiled({"type": "string"}), '"\\ud800"')
+
+
+# Phases
+
+
+def test_reasoning_is_free_but_for_its_end() -> None:
+    grammar = compiled({"type": "integer"}, start="after_reasoning")
+    matcher = grammar.matcher()
+    eos, think_end = compiler().eos_token_id, DEMO.id_of("</think>")
+    marker = DEMO.id_of("｜DSML｜")
+    assert think_end is not None and marker is not None
+    for token_id in [*DEMO.encode_text('{"a": "</think>"} <'), DEMO.id_of("<think>")]:
+        mask = matcher.mask()
+        assert mask is not None and token_id is not None
+        assert sorted(np.flatnonzero(~mask)) == sorted([eos, marker])
+        assert matcher.advance(token_id)
+        assert not matcher.is_finished
+    for banned in (eos, marker):
+        assert not matcher.advance(banned)
+    assert matcher.advance(think_end)
+    mask = matcher.mask()
+    assert mask is not None and not mask[[eos, think_end, marker]].any()
+    assert {DEMO.token_bytes(int(i))[:1] for i in np.flatnonzero(mask)} <= set(
+        bytes([b]) for b in b"-0123456789"
+    )
+    matcher.rollback(1)
+    mask = matcher.mask()
+    assert mask is not None and mask[think_end]
+
+
+def test_calls_begin_at_the_marker_behind_a_bracket() -> None:
+    marker, eos = DEMO.id_of("｜DSML｜"), compiler().eos_token_id
+    assert marker is not None
+    rules = Rules()
+    source = GrammarSource(lark=rules.text('" calls>"'), start="at_call")
+    matcher = compiler().compile(source).matcher()
+    bracket = DEMO.encode_text("<")[-1]
+    for token_id in (marker, *DEMO.encode_text("a < b"), marker, marker):
+        assert matcher.mask() is None
+        assert matcher.advance(token_id)
+    assert matcher.advance(bracket) and matcher.advance(marker)
+    mask = matcher.mask()
+    assert mask is not None and not mask[eos]
+    for token_id in DEMO.encode_text(" calls>"):
+        assert matcher.advance(token_id)
+    assert matcher.is_finished
+    free_end = compiler().compile(source).matcher()
+    assert free_end.advance(eos) and not free_end.is_finished
+
+
+def test_a_prefix_counts_as_written() -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    grammar = compiled({**schema, "additionalProperties": False}, prefix='{"a": ')
+    matcher = grammar.matcher()
+    mask = matcher.mask()
+    assert mask is not None and mask[DEMO.encode_text("1")[0]]
+    assert accepts(grammar, "2}")
+    assert not accepts(grammar, '{"a": 2}')
+    with pytest.raises(RequestError, match="no beginning"):
+        compiled(schema, prefix="Sure: {")
+
+
+# State
+
+
+@common
+@given(schema=schemas(), seed=st.integers(0, 2**32), data=st.data())
+def test_roll_back_and_clones_leave_no_trace(
+    schema: dict[str, Any], seed: int, data: st.DataObject
+) -> None:
+    start: Start = data.draw(st.sampled_from(("at_once", "after_reasoning")))
+    try:
+        grammar = compiled(schema, start=start)
+    except RequestError:
+        assume(False)
+        raise
+    rng = np.random.default_rng(seed)
+    eos = compiler().eos_token_id
+    matcher, taken = grammar.matcher(), list[int]()
+
+    def masks_like_new() -> None:
+        fresh = grammar.matcher()
+        for token_id in taken:
+            assert fresh.advance(token_id)
+        a, b = matcher.mask(), fresh.mask()
+        assert np.array_equal(a, b) and matcher.is_finished == fresh.is_finished  # type: ignore[arg-type]
+
+    for step in range(40):
+        action = data.draw(st.sampled_from(("on", "on", "on", "back", "clone")))
+        if action == "on" and (not taken or taken[-1] != eos):
+            mask = matcher.mask()
+            assert mask is not None
+            ids = np.flatnonzero(mask)
+            token_id = int(rng.choice(ids))
+            if start == "after_reasoning" and step == 5 and matcher.num_tokens < 6:
+                think_end = DEMO.id_of("</think>")
+                assert think_end is not None
+                token_id = think_end if mask[think_end] else token_id
+            forbidden = np.flatnonzero(~mask)
+            if len(forbidden):
+                assert not matcher.advance(int(rng.choice(forbidden)))
+            assert matcher.advance(token_id)
+            taken.append(token_id)
+            if token_id == eos:
+                assert matcher.is_finished and not matcher.advance(token_id)
+        elif action in ("back", "on"):
+            back = data.draw(st.integers(0, min(6, len(taken))))
+            matcher.rollback(back)
+            del taken[len(taken) - back :]
+        else:
+            twin = matcher.clone()
+            assert twin.num_tokens == len(taken)
+            matcher.rollback(min(3, len(taken)))
+            matcher = twin
+        assert matcher.num_tokens == len(taken)
+        masks_like_new()
+
+
+def test_many_answers_share_a_grammar() -> None:
+    """Matchers of one grammar, made and used on several threads, do not disturb each other."""
+    grammar = compiled({"type": "array", "items": {"enum": ["a", 1, None]}, "maxItems": 5})
+    expected = [WALKER.walk(grammar.matcher(), seed) for seed in range(16)]
+    got: dict[int, list[int] | None] = {}
+
+    def work(part: int) -> None:
+        for seed in range(part, 16, 4):
+            got[seed] = WALKER.walk(grammar.matcher(), seed)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [got[seed] for seed in range(16)] == expected
+
+
+# Refusals
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "not": ({"not": {"type": "string"}}, "not"),
+    "uniqueItems": ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+    "contains": ({"type": "array", "contains": {"const": 1}}, "contains"),
+    "if": ({"if": {"type": "string"}, "then": {"minLength": 3}}, "not served: if, then"),
+    "nested": ({"properties": {"a": {"items": {"not": {}}}}}, "not"),
+    "format": ({"type": "string", "format": "uri-reference"}, "uri-reference"),
+    "number format": ({"type": "integer", "format": "date"}, "'date' of a number"),
+    "overlap": ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+    "remote": ({"$ref": "https://x.invalid/y"}, "only paths within the schema"),
+    "anchor": ({"$ref": "#a", "$defs": {"a": {"$anchor": "a"}}}, "only paths within the schema"),
+    "dangling": ({"$ref": "#/$defs/a"}, "does not exist"),
+    "inner id": ({"properties": {"a": {"$id": "b"}}}, "$id below the root"),
+    "options": ({"x-guidance": {"lenient": True}, "not": {}}, "x-guidance"),
+    "look-around": ({"type": "string", "pattern": "(?=a)"}, "look-around"),
+    "no schema": ([1], "object or a boolean"),
+    "no schema within": ({"items": {"items": 3}}, "object or a boolean"),
+    "wrong type": ({"type": "float"}, "float"),
+    "false": (False, "Unsatisfiable"),
+    "empty enum": ({"enum": []}, "Unsatisfiable"),
+    "bounds": ({"type": "integer", "minimum": 3, "maximum": 2}, "Unsatisfiable"),
+    "loop": ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "allows nothing"),
+    "repeated names": ({"type": "object", "minProperties": 2}, "minProperties is 2"),
+    "surrogate": ({"const": "\ud800"}, "lone surrogate"),
+    "not JSON": ({"const": float("nan")}, "not JSON"),
+    "multiple": ({"type": "integer", "multipleOf": 9999991}, "9999991; at most 10000"),
+    "multiples": (
+        {"anyOf": [{"type": "integer", "multipleOf": k} for k in (1999, 1997, 1993)]},
+        "least common multiple",
+    ),
+    "tiny multiple": ({"type": "number", "multipleOf": 1.2345678e-5}, "least common multiple"),
+    "huge multiple": ({"type": "integer", "multipleOf": 1e300}, "multipleOf"),
+    "bound": ({"type": "integer", "minimum": 2**53 + 1}, "cannot be enforced exactly"),
+    "huge bound": ({"type": "integer", "maximum": 10**400}, "cannot be enforced exactly"),
+    "no multiple": ({"type": "integer", "multipleOf": 0}, "above 0"),
+    "properties": (
+        {"type": "object", "properties": {f"p{i}": True for i in range(1001)}},
+        "1001 properties",
+    ),
+    "size": ({"enum": ["x" * 300 for _ in range(1000)]}, "bytes; at most"),
+    "product": (
+        {
+            "allOf": [
+                {"anyOf": [{"properties": {f"k{o}{i}": {"const": i}}} for i in range(10)]}
+                for o in range(8)
+            ]
+        },
+        "too large",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_schema_that_cannot_be_enforced_is_refused(case: str) -> None:
+    schema, message = REFUSED[case]
+    begin = time.monotonic()
+    with pytest.raises(RequestError) as caught:
+        compiled(schema)
+    assert message in caught.value.message
+    assert len(caught.value.message) < 700 and "\n" not in caught.value.message
+    assert time.monotonic() - begin < 20  # not the minutes that the library would take for some
+
+
+@pytest.mark.parametrize("depth", [200, 5000])
+def test_a_deep_schema_is_refused(depth: int) -> None:
+    schema: Any = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(RequestError, match="nested more than"):
+        compiled(schema)
+
+
+@pytest.mark.parametrize(
+    ("regex", "message"),
+    [
+        ("", "1 to 8192"),
+        ("a" * 8193, "8193"),
+        ("(", "unclosed group"),
+        ("(?<!a)b", "look-around"),
+        ("(a)\\1", "backreferences"),
+        ("a\\", "backslash"),
+        ("a\ud800", "surrogate"),
+        ("a{3,2}", "repetition"),
+        ("[^\\s\\S]", "allows nothing"),
+        ("\\bfoo", "lookaround"),
+    ],
+)
+def test_a_pattern_that_cannot_be_enforced_is_refused(regex: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        pattern(regex)
+
+
+def test_choices_have_limits() -> None:
+    for texts, message in (
+        ([], "not 0"),
+        (["a"] * 4097, "not 4097"),
+        (["x" * 70_000], "bytes together"),
+        (["\ud800"], "surrogate"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            choices(texts)
+    assert accepts(choices([str(i) for i in range(4096)]), "4095")
+
+
+def test_a_blow_up_in_the_middle_is_an_error_of_the_answer() -> None:
+    """A pattern that is small, begins well, and needs too many states later."""
+    grammar = compiled(
+        {"type": "string", "pattern": "^(a.{0,1000}b.{0,1000}c){0,1000}$", "maxLength": 100_000}
+    )
+    matcher = grammar.matcher()
+    with pytest.raises(GrammarError, match="too complex"):
+        for token_id in itertools.cycle(DEMO.encode_text('"' + "abcba" * 40)):
+            matcher.mask()
+            assert matcher.advance(token_id)
+    # It spoils neither this answer, once those tokens are taken back, nor others.
+    matcher.rollback(matcher.num_tokens)
+    for after in (matcher, grammar.matcher()):
+        mask = after.mask()
+        assert mask is not None and mask[DEMO.encode_text('"')[0]]
+
+
+def test_the_limits_are_those_of_one_answer() -> None:
+    """What many answers have used up together costs none of them its masks."""
+    grammar = pattern("(.{0,40}[a-f].{0,40}[^a-c].{0,40}x)*")
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        matcher = grammar.matcher()
+        for _ in range(40):
+            mask = matcher.mask()
+            assert mask is not None
+            mask[compiler().eos_token_id] = False
+            assert matcher.advance(int(rng.choice(np.flatnonzero(mask))))
+
+
+def test_huge_repetitions_cost_nothing() -> None:
+    begin = time.monotonic()
+    matcher = pattern("((a{100}){100}){100}").matcher()
+    for _ in range(50):
+        mask = matcher.mask()
+        assert mask is not None
+        assert matcher.advance(int(np.flatnonzero(mask)[0]))
+    assert time.monotonic() - begin < 5
+
+
+# Schemas before they become grammars
+
+
+def test_keywords_that_ask_for_nothing_go() -> None:
+    schema = {
+        "$id": "https://x.invalid/a",
+        "type": "object",
+        "propertyNames": {"type": "string"},
+        "properties": {
+            "uniqueItems": {"type": "array", "uniqueItems": False},
+            "enum": {"type": "integer", "format": "int64"},
+            "n": {"type": "number", "format": "double"},
+        },
+        "default": {"uniqueItems": False},
+        "additionalProperties": False,
+        "required": ["enum"],
+    }
+    cleaned = clean(schema)
+    assert isinstance(cleaned, dict)
+    assert cleaned["properties"]["uniqueItems"] == {"type": "array"}
+    assert cleaned["properties"]["n"] == {"type": "number"}
+    assert cleaned["default"] == {"uniqueItems": False}
+    assert "propertyNames" not in cleaned and "$id" not in cleaned
+    grammar = compiled(schema)
+    assert accepts(grammar, '{"enum": 9223372036854774784}')
+    assert not accepts(grammar, '{"enum": 9223372036854775808}')
+
+
+def test_integer_formats_keep_narrower_bounds() -> None:
+    schema = {"type": ["integer", "null"], "format": "uint8", "minimum": 7}
+    assert clean(schema) == {"type": ["integer", "null"], "minimum": 7, "maximum": 255}
+
+
+# Cache and set-up
+
+
+def test_grammars_are_cached_and_the_oldest_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_CACHED", 3)
+    tokenizer = toy_tokenizer()
+    own = GrammarCompiler(tokenizer, tokenizer.vocab_size, 11)
+    sources = [json_source({"const": i}) for i in range(4)]
+    first = [own.compile(s) for s in sources[:3]]
+    assert own.compile(sources[0]) is first[0]
+    own.compile(sources[3])  # the one used longest ago, 1, goes
+    assert own.compile(sources[0]) is first[0]
+    assert own.compile(sources[2]) is first[2]
+    assert own.compile(sources[1]) is not first[1]
+    with pytest.raises(RequestError):
+        own.compile(json_source({"enum": []}))
+    assert len(own._cache) == 3
+
+
+def test_one_compiler_per_tokenizer() -> None:
+    assert compiler() is compiler()
+    assert compiler() is not compiler(extra=5)
+    assert compiler(toy_tokenizer()) is not compiler()
+
+
+def test_a_tokenizer_without_the_tokens_has_no_phases() -> None:
+    spec = toy_spec()
+    spec["added_tokens"] = [t for t in spec["added_tokens"] if t["content"] == EOS_TEXT]
+    for name in ("</think>", "｜DSML｜"):
+        del spec["model"]["vocab"][name]
+    bare = Tokenizer(spec, "bare")
+    for start in ("after_reasoning", "at_call"):
+        with pytest.raises(RequestError, match="lacks the tokens"):
+            compiled({"type": "integer"}, bare, start=start)
+    compiled({"type": "integer"}, bare)
