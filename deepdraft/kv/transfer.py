@@ -47,6 +47,7 @@ Outcome = Literal[
     "full",
     "backoff",
 ]
+PIECE_BYTES, BUFFER_BYTES = 1 << 18, 1 << 20
 WINDOW = 4
 """Chunks asked for ahead."""
 
@@ -204,12 +205,12 @@ class Exporter:
             await self._send(writer, wire.frame(wire.Refused("gone" if entry is None else "bad")))
             return
         chunk = chunks[request.index]
-        # Copied by the socket layer before `drain` returns or kept as a view of immutable bytes.
         data = memory.slab.view(chunk.slot, chunk.length).data
         self.counters["bytes"] += chunk.length
-        await self._send(
-            writer, wire.frame(wire.Data(request.index, chunk.length)), memoryview(data)
-        )
+        await self._send(writer, wire.frame(wire.Data(request.index, chunk.length)))
+        # In pieces: what the socket does not take at once is copied and moved in the writer.
+        for at in range(0, chunk.length, PIECE_BYTES):
+            await self._send(writer, memoryview(data)[at : at + PIECE_BYTES])
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +294,9 @@ class Fetcher:
         self, peer: Peer, key: str, record: Record, token_ids: Sequence[int]
     ) -> Fetched:
         async with asyncio.timeout(self.settings.connect_s):
-            reader, writer = await asyncio.open_connection(peer.host, peer.port, ssl=self.tls)
+            reader, writer = await asyncio.open_connection(
+                peer.host, peer.port, ssl=self.tls, limit=BUFFER_BYTES
+            )
         try:
             talk = _Talk(reader, writer, self.settings)
             opened = await talk.ask(
@@ -328,13 +331,13 @@ class Fetcher:
             for index in indices[:WINDOW]:
                 talk.send(wire.Read(index))
             for at, index in enumerate(indices):
-                data = await talk.chunk(index, refs[index].length)
+                data = memory.slab.view(slots[at], refs[index].length)
+                await talk.chunk(index, data.data)
                 if at + WINDOW < len(indices):
                     talk.send(wire.Read(indices[at + WINDOW]))
-                # The next chunks arrive in the socket's buffer meanwhile.
+                # The next chunks arrive in the sockets' buffers meanwhile.
                 if await asyncio.to_thread(digest, data) != refs[index].digest:
                     raise SnapshotError(f"chunk {index} came damaged")
-                memory.slab.view(slots[at], len(data))[:] = memoryview(data)
                 talk.renew_if_due()
             closed = await talk.ask(wire.Close())
             if not isinstance(closed, wire.Closed) or not closed.valid:
@@ -374,21 +377,21 @@ class _Talk:
         self.send(message)
         return await self.reply()
 
-    async def chunk(self, index: int, length: int) -> bytes:
+    async def chunk(self, index: int, into: memoryview) -> None:
+        """Fill `into` with a chunk's bytes, which are not checked yet."""
         reply = await self.reply()
         if isinstance(reply, wire.Refused):
             raise SnapshotError(f"the peer stopped: {reply.reason[:20]}")
-        if reply != wire.Data(index, length):
+        if reply != wire.Data(index, len(into)):
             raise SnapshotError("the peer sent another chunk than was asked for")
-        parts, missing = [], length
-        while missing:
+        at = 0
+        while at < len(into):
             async with asyncio.timeout(self.settings.idle_s):
-                part = await self.reader.read(min(missing, 1 << 20))
+                part = await self.reader.read(min(len(into) - at, PIECE_BYTES))
             if not part:
-                raise asyncio.IncompleteReadError(b"", missing)
-            parts.append(part)
-            missing -= len(part)
-        return b"".join(parts)
+                raise asyncio.IncompleteReadError(b"", len(into) - at)
+            into[at : at + len(part)] = part
+            at += len(part)
 
     def renew_if_due(self) -> None:
         if time.monotonic() - self._renewed > self.settings.renew_s:
