@@ -31,7 +31,7 @@ from deepdraft.ops.elementwise import Rotary
 from deepdraft.ops.engram_hash import engram_tables
 from deepdraft.proof import golden_compare as compare
 from deepdraft.proof.golden_compare import Arrays, Outcome
-from deepdraft.proof.golden_family import LOGITS_FILE, check_family, is_family_directory
+from deepdraft.proof.golden_family import check_family, is_family_directory
 from deepdraft.proof.golden_files import MODES, GoldenDir, as_positions, read_consistency
 from deepdraft.proof.golden_quant import Flip, Follower, layerwise, off_grid
 from deepdraft.proof.golden_run import Inputs, Replay, replay, replay_production
@@ -109,11 +109,6 @@ class Golden:
             raise CheckpointError(f"{directory} is not a directory")
         self.checkpoint = Checkpoint.open(directory / "checkpoint")
         self.args: V41Args = self.checkpoint.args
-        if not isinstance(self.args, V41Args):
-            raise CheckpointError(
-                f"{directory} has no {LOGITS_FILE}, which data of a {self.args.family} model "
-                "consists of"
-            )
         self.data = GoldenDir.open(directory, self.args)
         self.consistency = read_consistency(directory)
         self.token_map = None

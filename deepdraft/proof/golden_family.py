@@ -17,19 +17,21 @@ import torch
 from torch import Tensor
 
 from deepdraft.checkpoint.reader import Checkpoint
+from deepdraft.checkpoint.section import read_config
 from deepdraft.errors import CheckpointError
 from deepdraft.models import model_class
 from deepdraft.proof import golden_compare as compare
 from deepdraft.proof.golden_compare import Outcome
 from deepdraft.proof.golden_files import read_arrays, read_ids, read_json
 
-LOGITS_FILE = "logits.safetensors"
+_LOGITS_FILE = "logits.safetensors"
 _SLACK, _CHUNK = 32, 7
 
 
 def is_family_directory(directory: Path) -> bool:
-    """Whether the directory holds data of this format (V4.1's files carry a mode's name)."""
-    return (directory / LOGITS_FILE).is_file()
+    """Whether the directory's checkpoint is of a family before V4.1."""
+    config = directory / "checkpoint" / "config.json"
+    return config.is_file() and read_config(config).get("model_type") != "deepseek_v41"
 
 
 def check_family(directory: Path) -> tuple[list[Outcome], dict[str, float]]:
@@ -46,7 +48,11 @@ def check_family(directory: Path) -> tuple[list[Outcome], dict[str, float]]:
             f"{tokens.name}: {len(prompt) + len(greedy)} tokens of text, but the model's positions "
             f"end at {args.max_position_embeddings} (max_position_embeddings)"
         )
-    recorded = read_arrays(directory / LOGITS_FILE) or {}
+    recorded = read_arrays(directory / _LOGITS_FILE)
+    if recorded is None:
+        raise CheckpointError(
+            f"{directory} has no {_LOGITS_FILE}, which data of a {args.family} model consists of"
+        )
     model = model_class(args)(args, checkpoint)
     return _check(model, prompt, greedy, recorded), {"exact": time.perf_counter() - start}
 
