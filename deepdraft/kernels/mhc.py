@@ -103,6 +103,30 @@ def norm_block(h, inverse, weight):
 
 
 @triton.jit
+def sublayer_output(y_ptr, shared_ptr, wide, d, inside, D, K: tl.constexpr):
+    """fp32 [BLOCK]: y as it stands (K = 0), or its picks in order and the shared expert last."""
+    if K == 0:
+        return tl.load(y_ptr + wide * D + d, mask=inside, other=0.0).to(tl.float32)
+    else:
+        y = tl.load(y_ptr + wide * K * D + d, mask=inside, other=0.0).to(tl.float32)
+        for k in tl.static_range(1, K):
+            part = tl.load(y_ptr + (wide * K + k) * D + d, mask=inside, other=0.0)
+            y += part.to(tl.float32)
+        part = tl.load(shared_ptr + wide * D + d, mask=inside, other=0.0)
+        return round_bf16(y + part.to(tl.float32))
+
+
+@triton.jit
+def mixed_stream(x_ptr, coef_ptr, y, d, inside, D, b: tl.constexpr, S: tl.constexpr):
+    """Stream b after y was written back, fp32 [BLOCK], rounded to bf16 values."""
+    stream = tl.load(coef_ptr + S + b) * y
+    for a in tl.static_range(S):
+        x = tl.load(x_ptr + a * D + d, mask=inside, other=0.0).to(tl.float32)
+        stream += tl.load(coef_ptr + 2 * S + a * S + b) * x
+    return round_bf16(stream)
+
+
+@triton.jit
 def boundary_kernel(
     y_ptr, shared_ptr, x_ptr, coef_ptr, pre_ptr, norm_ptr,
     out_ptr, h_ptr, u_ptr, codes_ptr, scales_ptr,
@@ -121,26 +145,13 @@ def boundary_kernel(
         d = start + tl.arange(0, BLOCK)
         inside = d < D
         if EXPAND:
-            if K == 0:
-                y = tl.load(y_ptr + wide * D + d, mask=inside, other=0.0).to(tl.float32)
-            else:
-                # Pick by pick, the shared expert last, in fp32; then the sublayer's rounding.
-                y = tl.load(y_ptr + wide * K * D + d, mask=inside, other=0.0).to(tl.float32)
-                for k in tl.static_range(1, K):
-                    part = tl.load(y_ptr + (wide * K + k) * D + d, mask=inside, other=0.0)
-                    y += part.to(tl.float32)
-                part = tl.load(shared_ptr + wide * D + d, mask=inside, other=0.0)
-                y = round_bf16(y + part.to(tl.float32))
+            y = sublayer_output(y_ptr, shared_ptr, wide, d, inside, D, K)
         else:
             y = tl.zeros((BLOCK,), tl.float32)
         h = tl.zeros((BLOCK,), tl.float32)
         for b in tl.static_range(S):
             if EXPAND:
-                stream = tl.load(coef_ptr + S + b) * y
-                for a in tl.static_range(S):
-                    x = tl.load(x_ptr + a * D + d, mask=inside, other=0.0).to(tl.float32)
-                    stream += tl.load(coef_ptr + 2 * S + a * S + b) * x
-                stream = round_bf16(stream)
+                stream = mixed_stream(x_ptr, coef_ptr, y, d, inside, D, b, S)
                 tl.store(out_ptr + b * D + d, to_bf16_rne(stream), mask=inside)
             else:
                 stream = tl.load(x_ptr + b * D + d, mask=inside, other=0.0).to(tl.float32)
@@ -227,9 +238,9 @@ def boundary(
     """From one sublayer to the next (contract: ops.boundary.boundary).
 
     x bfloat16 [R, S, D]; y bfloat16 [R, D], or [R, K, D] picks with the `shared` expert [R, D];
-    coef float32 [R, M]; norm float32 [D]. Returns the new streams, the next sublayer's input bfloat16
-    [R, D] and the same in FP8. Without `y`: no expand. Without `norm`: no collapse. `pre` [R, S]
-    collapses where it is not coef's.
+    coef float32 [R, M]; norm float32 [D]. Returns the new streams, the next sublayer's input
+    bfloat16 [R, D] and the same in FP8. Without `y`: no expand. Without `norm`: no collapse. `pre`
+    [R, S] collapses where it is not coef's.
     """
     rows, streams, hidden = x.shape
     given = [t for t in (x, norm, y, shared, coef, pre) if t is not None]

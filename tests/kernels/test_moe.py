@@ -50,8 +50,7 @@ def routing(rows, experts, k, seed=0):
 
 def run_up(x, picks, weights, w13):
     """[R, K, F] dequantised, and the quantised rows and list for the down product."""
-    rows, k = picks.shape
-    missing = -rows % 8
+    missing = -picks.shape[0] % 8
     picks = torch.nn.functional.pad(picks.int(), (0, 0, 0, missing), value=-1)
     weights = torch.nn.functional.pad(weights, (0, 0, 0, missing))
     listed = moe.expert_list(picks)
