@@ -152,7 +152,8 @@ def _check_reference(schema: Mapping[str, Any]) -> None:
 def _bound_integers(schema: dict[str, Any]) -> None:
     """Formats of numbers, which the library passes over in silence, as bounds."""
     name, kinds = schema.get("format"), schema.get("type")
-    kinds = {kinds} if isinstance(kinds, str) else set(kinds) if isinstance(kinds, list) else set()
+    kinds = [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list) else []
+    kinds = {kind for kind in kinds if isinstance(kind, str)}
     if not isinstance(name, str) or not kinds or "string" in kinds:
         return
     if name in _INTEGER_FORMATS and not kinds - {"integer", "null"}:
