@@ -184,7 +184,7 @@ def test_taking_tokens_back_after_a_resume(model: DeepseekV41) -> None:
             logits.append(served.runner.step([(state, [9])]))
         assert torch.equal(*logits)
         with pytest.raises(Exception, match="cannot truncate"):
-            b.truncate(60)
+            b.truncate(77)  # needs a row before those that were stored
         served.close(a)
         served.close(b)
 

@@ -80,6 +80,14 @@ def test_divergence_at_start_inside_a_block_at_its_edge_at_the_last_token(
     assert (match.length if match else 0) == length
 
 
+def test_the_entries_of_a_match_share_all_of_it() -> None:
+    index = PrefixIndex(B)
+    for entry, tokens in enumerate([[1, 2, 3, 4], [1, 2], [1, 3, 3, 4], [1, 2, 7], [2, 2, 3, 4]]):
+        index.insert(entry, tokens)
+    match = index.match([1, 2, 9, 9])
+    assert match is not None and match.length == 2 and match.entries == {0, 1, 3}
+
+
 def test_a_system_prompt_is_shared_by_all_that_start_with_it() -> None:
     index = PrefixIndex(B)
     system = list(range(10))

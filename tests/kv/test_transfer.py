@@ -50,6 +50,9 @@ class Proxy:
         return int(self.server.sockets[0].getsockname()[1])
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.tasks.append(task)
         up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self.port)
         self.tasks.append(asyncio.ensure_future(self._forward(reader, up_writer)))
         try:
