@@ -25,6 +25,8 @@ CALL_MARKER = "｜DSML｜"
 
 MAX_GRAMMAR_BYTES = 1 << 20
 MAX_CACHED = 128
+RENEWAL_TOKENS = 64
+"""Tokens for which a new automaton must last on average, or the grammar is too complex."""
 
 _LIMITS = llguidance.LLParserLimits(
     max_items_in_row=10_000,
@@ -250,6 +252,7 @@ class Matcher:
         """Tokens of the form."""
         self._ended = 0
         """Ends of the answer that were taken: 0 or 1."""
+        self._renewals = 0
         self._automaton: llguidance.LLMatcher | None = None
         if grammar.trigger is None:
             self._automaton = grammar.begin()
@@ -271,7 +274,9 @@ class Matcher:
             return _allowed(self._automaton, compiler)
         except GrammarError:
             # Perhaps it is other answers, or drafts that were taken back, that used up the limits.
-            self._automaton = self._replay(self.grammar.renew())
+            if not self._renew():
+                raise
+        assert self._automaton is not None
         return _allowed(self._automaton, compiler)
 
     def advance(self, token_id: int) -> bool:
@@ -321,20 +326,26 @@ class Matcher:
         assert self._automaton is not None
         del self._formed[len(self._formed) - num_tokens :]
         if self._automaton.is_error() or not self._automaton.rollback(num_tokens):
-            # An automaton never leaves an error, whatever it takes back: begin again.
-            self._automaton = self._replay(self.grammar.begin())
+            # An automaton never leaves an error, whatever it takes back. Without another one the
+            # next mask says so.
+            self._renew()
 
-    def _replay(self, automaton: llguidance.LLMatcher) -> llguidance.LLMatcher:
+    def _renew(self) -> bool:
+        """Goes on with a new automaton; False, and nothing is changed, after too many of them."""
+        if self._renewals > 3 + self.num_tokens // RENEWAL_TOKENS:
+            return False
+        self._renewals += 1
+        self._automaton = self.grammar.renew()
         for token_id in self._formed:
-            automaton.try_consume_tokens([token_id])
-        return automaton
+            self._automaton.try_consume_tokens([token_id])
+        return True
 
     def clone(self) -> "Matcher":
         """A second state at the same place."""
         other = Matcher.__new__(Matcher)
         other.grammar = self.grammar
         other._free, other._formed = list(self._free), list(self._formed)
-        other._ended = self._ended
+        other._ended, other._renewals = self._ended, self._renewals
         other._automaton = None if self._automaton is None else self._automaton.deep_copy()
         return other
 

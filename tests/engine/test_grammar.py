@@ -543,9 +543,9 @@ def test_a_blow_up_in_the_middle_is_an_error_of_the_answer() -> None:
 
 def test_the_limits_are_those_of_one_answer() -> None:
     """What many answers have used up together costs none of them its masks."""
-    grammar = pattern("(.{0,40}[a-f].{0,40}[^a-c].{0,40}x)*")
+    grammar = pattern(".*a.{200}b")
     rng = np.random.default_rng(0)
-    for _ in range(60):
+    for _ in range(40):
         matcher = grammar.matcher()
         for _ in range(40):
             mask = matcher.mask()
