@@ -36,6 +36,7 @@ def parse_v4(config: dict[str, Any], *, accept_unknown: Iterable[str] = ()) -> V
     top = open_config(config, "deepseek_v4", "DeepseekV4ForCausalLM")
     fields = decoder_fields(top)
     top.fixed_or_absent("num_key_value_heads", 1)
+    top.fixed_or_absent("n_shared_experts", 1)
     top.fixed_or_absent("scoring_func", "sqrtsoftplus")
     top.fixed_or_absent("topk_method", "noaux_tc")
     top.fixed_or_absent("norm_topk_prob", True)
@@ -54,7 +55,6 @@ def parse_v4(config: dict[str, Any], *, accept_unknown: Iterable[str] = ()) -> V
         name: top.integer(name, low=1)
         for name in (
             "moe_intermediate_size",
-            "n_shared_experts",
             "head_dim",
             "q_lora_rank",
             "o_lora_rank",
@@ -76,6 +76,7 @@ def parse_v4(config: dict[str, Any], *, accept_unknown: Iterable[str] = ()) -> V
     args = V4Args(
         **fields,
         qk_rope_head_dim=rotary,
+        n_shared_experts=1,
         swiglu_limit=top.number("swiglu_limit", above=True),
         hc_eps=top.number("hc_eps"),
         attention=kinds,

@@ -16,7 +16,14 @@ from deepdraft.models import model_class
 
 DATA = Path(__file__).parent / "data"
 SETS = ("llama-a", "deepseek-v2-a", "deepseek-v3-a", "deepseek-v32-a", "deepseek-v4-a")
-VARIANTS = ("llama-gqa-yarn", "llama-tied-llama3", "v2-groups", "v3-plain-halves", "v32-whole")
+VARIANTS = (
+    "llama-gqa-yarn",
+    "llama-tied-llama3",
+    "v2-groups",
+    "v3-plain-halves",
+    "v32-whole",
+    "v4-other",
+)
 
 Tensors = dict[str, Tensor]
 

@@ -4,6 +4,9 @@ Not a test: run by hand in an environment that has transformers 5.24, which deep
 
     python -m tests.families.reference tests/families/data
 
+V4 is written in the published layout, which transformers reads but does not write; its tensors'
+names and shapes come from deepdraft's table, their values from the generator.
+
 Every small parameter is made to matter: norm weights and biases are random, index and window are
 shorter than the text, positions pass the original context.
 """
@@ -105,13 +108,46 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 PROMPT, STEPS = 40, 12
+V4_PROMPT = 70
+V4: dict[str, Any] = COMMON | {
+    "model_type": "deepseek_v4",
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "hidden_size": 16,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "q_lora_rank": 10,
+    "o_lora_rank": 18,
+    "o_groups": 4,
+    "moe_intermediate_size": 14,
+    "n_routed_experts": 5,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "num_hash_layers": 2,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "swiglu_limit": 1.0,
+    "sliding_window": 9,
+    "compress_ratios": [4, 0, 4, 0],
+    "compress_rope_theta": 3000,
+    "rope_theta": 500,
+    "index_n_heads": 12,
+    "index_head_dim": 10,
+    "index_topk": 5,
+    "hc_mult": 2,
+    "hc_sinkhorn_iters": 3,
+    "hc_eps": 1e-3,
+    "num_nextn_predict_layers": 0,
+}
 
 
 def make(name: str, config: dict[str, Any], directory: Path) -> None:
     """One directory in the format of the golden sets."""
     import torch
-    import transformers
-    from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(sum(map(ord, name)))
@@ -131,13 +167,59 @@ def make(name: str, config: dict[str, Any], directory: Path) -> None:
             else:
                 value.copy_(torch.randn_like(value) * value.shape[-1] ** -0.5)
     at = directory / name
+    at.mkdir(parents=True)
     model.save_pretrained(at / "checkpoint")
     (at / "checkpoint" / "generation_config.json").unlink(missing_ok=True)
     saved = json.loads((at / "checkpoint" / "config.json").read_text())
     (at / "checkpoint" / "config-transformers5.json").write_text(json.dumps(saved, indent=1))
     (at / "checkpoint" / "config.json").write_text(json.dumps(config, indent=1))
+    record(name, model, config, at, PROMPT)
+
+
+def make_v4(name: str, config: dict[str, Any], directory: Path) -> None:
+    """As `make`, from a checkpoint in the published layout."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    from deepdraft.checkpoint.families import model_table, parse_model_args
+
+    torch.manual_seed(4)
+    torch.set_num_threads(1)
+    at = directory / name
+    (at / "checkpoint").mkdir(parents=True)
+    tensors = {}
+    for key, entry in model_table(parse_model_args(config), {}).items():
+        if entry.format == "ids":
+            tensors[key] = torch.randint(0, config["n_routed_experts"], entry.shape)
+        elif len(entry.shape) == 1:
+            centre = 1.0 if "norm" in key or "scale" in key else 0.0
+            tensors[key] = centre + 0.3 * torch.randn(entry.shape)
+        else:
+            tensors[key] = torch.randn(entry.shape) * entry.shape[-1] ** -0.5
+    save_file(tensors, at / "checkpoint" / "model.safetensors", metadata={"format": "pt"})
+    (at / "checkpoint" / "config.json").write_text(json.dumps(config, indent=1))
+    model, info = AutoModelForCausalLM.from_pretrained(
+        at / "checkpoint",
+        attn_implementation="eager",
+        experts_implementation="eager",
+        dtype=torch.float32,
+        output_loading_info=True,
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"], info
+    saved = model.config.to_dict()
+    (at / "checkpoint" / "config-transformers5.json").write_text(json.dumps(saved, indent=1))
+    record(name, model.eval(), config, at, V4_PROMPT)
+
+
+def record(name: str, model: Any, config: dict[str, Any], at: Path, length: int) -> None:
+    """Runs the model and writes logits and tokens."""
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
     with torch.inference_mode():
-        prompt = torch.randint(3, config["vocab_size"], (PROMPT,))
+        prompt = torch.randint(3, config["vocab_size"], (length,))
         out = model(prompt[None], use_cache=True)
         cache, first, decoded, greedy = out.cache, out.logits[0], [], []
         last = first[-1]
@@ -150,7 +232,6 @@ def make(name: str, config: dict[str, Any], directory: Path) -> None:
     arrays = {
         "prompt_logits": first,
         "decode_logits": torch.stack(decoded),
-        "oneshot_logits": whole,
     }
     save_file({k: v.contiguous() for k, v in arrays.items()}, at / "logits.safetensors")
     tokens = {
@@ -166,3 +247,4 @@ def make(name: str, config: dict[str, Any], directory: Path) -> None:
 if __name__ == "__main__":
     for variant, values in VARIANTS.items():
         make(variant, values, Path(sys.argv[1]))
+    make_v4("v4-other", V4, Path(sys.argv[1]))

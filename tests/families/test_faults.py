@@ -89,6 +89,10 @@ CONFIG_FAULTS = [
     ("deepseek-v4-a", {"swiglu_limit": 10.0}),
     ("deepseek-v4-a", {"hc_sinkhorn_iters": 1}),
     ("deepseek-v4-a", yarn(factor=8)),
+    ("v4-other", {"rms_norm_eps": 1e-6}),
+    ("v4-other", {"hc_eps": 1e-6}),
+    ("v4-other", {"index_topk": 6}),
+    ("v4-other", {"sliding_window": 10}),
 ]
 
 

@@ -126,7 +126,7 @@ def test_logits_are_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_texts_reach_where_it_matters() -> None:
     """The sets prune selections, wrap windows, and pass the original context."""
-    for name in SETS:
+    for name in SETS:  # of the variants, prompts and sizes are in reference.py
         config, text = config_of(name), text_of(name)
         scaling = config["rope_scaling"]
         assert len(text) > scaling.get("original_max_position_embeddings", 0)

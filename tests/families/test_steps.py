@@ -25,7 +25,7 @@ drawn = settings(
 
 
 def length(name: str) -> int:
-    """Long enough to wrap windows and to complete a group of 128."""
+    """Long enough to wrap windows, and of the golden set to complete a group of 128."""
     return 150 if name == "deepseek-v4-a" else 52
 
 
