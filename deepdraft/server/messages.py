@@ -109,6 +109,8 @@ class MessagesJob(DialectJob):
         super().__init__(job, read.ignored)
         self._window = window
         self._blocks: list[Json] = []
+        self._pieces: list[str] = []
+        """Text of the open block; joined when it ends, as a long answer has many."""
         self._open = ""
         self._stop_reason: str | None = None
 
@@ -145,7 +147,7 @@ class MessagesJob(DialectJob):
             if kind == "thinking":
                 block["signature"] = ""
             events = self._begin(block)
-        self._blocks[-1][kind] += text
+        self._pieces.append(text)
         return [*events, self._delta({"type": f"{kind}_delta", kind: text})]
 
     def _call(self, call: Json) -> list[Json]:
@@ -163,7 +165,7 @@ class MessagesJob(DialectJob):
         self._open = block["type"]
         self._blocks.append(block)
         index = len(self._blocks) - 1
-        # A copy: the block itself grows, and events may be encoded later.
+        # A copy: the block is filled in when it ends, and events may be encoded later.
         events.append({"type": "content_block_start", "index": index, "content_block": {**block}})
         if index == 0:
             events.append({"type": "ping"})
@@ -173,6 +175,8 @@ class MessagesJob(DialectJob):
         if not self._open:
             return []
         events = []
+        if self._open in ("thinking", "text"):
+            self._blocks[-1][self._open], self._pieces = "".join(self._pieces), []
         if self._open == "thinking":
             self._blocks[-1]["signature"] = self.id
             events.append(self._delta({"type": "signature_delta", "signature": self.id}))

@@ -161,6 +161,8 @@ class ResponsesJob(DialectJob):
         self._output: list[Json] = []
         self._open: str | None = None
         self._raw = RawInput()
+        self._pieces: list[str] = []
+        """What the open item has told so far; joined when it ends, as a long answer has many."""
         self._arguments: list[str] = []
         self._logprobs: list[Json] = []
         self._unsent_logprobs: list[Json] = []
@@ -180,6 +182,9 @@ class ResponsesJob(DialectJob):
 
     def failed(self, error: Exception) -> Json:
         """The last event of a stream that broke off."""
+        number = self._num_events
+        self._end("incomplete")
+        self._num_events = number  # the events of that end are not told
         shown = {"code": "server_error", "message": shown_error(error).message}
         response = {**self._response("failed"), "error": shown}
         return self._event("response.failed", response=response)
@@ -216,7 +221,7 @@ class ResponsesJob(DialectJob):
             part = {"type": "reasoning_text", "text": ""}
             events.append(self._at("response.content_part.added", content_index=0, part=part))
             self._item["content"] = [{**part}]
-        self._item["content"][0]["text"] += text
+        self._pieces.append(text)
         return [*events, self._at("response.reasoning_text.delta", content_index=0, delta=text)]
 
     def _text(self, text: str) -> list[Json]:
@@ -227,7 +232,7 @@ class ResponsesJob(DialectJob):
             part = {"type": "output_text", "annotations": [], "logprobs": [], "text": ""}
             events.append(self._at("response.content_part.added", content_index=0, part=part))
             self._item["content"] = [{**part}]
-        self._item["content"][0]["text"] += text
+        self._pieces.append(text)
         logprobs, self._unsent_logprobs = self._unsent_logprobs, []
         told = self._at(
             "response.output_text.delta", content_index=0, delta=text, logprobs=logprobs
@@ -244,7 +249,7 @@ class ResponsesJob(DialectJob):
         self._arguments.append(piece)
         if self._open == "custom_tool_call":
             return [*events, *self._tell_input(self._raw.push(piece))]
-        self._item["arguments"] += piece
+        self._pieces.append(piece)
         return [*events, self._at("response.function_call_arguments.delta", delta=piece)]
 
     def _begin_call(self, call_id: str, name: str) -> list[Json]:
@@ -263,7 +268,7 @@ class ResponsesJob(DialectJob):
     def _tell_input(self, text: str) -> list[Json]:
         if not text:
             return []
-        self._item["input"] += text
+        self._pieces.append(text)
         return [self._at("response.custom_tool_call_input.delta", delta=text)]
 
     @property
@@ -275,7 +280,7 @@ class ResponsesJob(DialectJob):
         self._open = kind
         item_id = f"{prefix}_{self.id.removeprefix('resp_')}_{len(self._output)}"
         self._output.append({"type": kind, "id": item_id, "status": "in_progress", **fields})
-        # Copies: the item itself grows, and events may be encoded later.
+        # A copy: the item is filled in when it ends, and events may be encoded later.
         added = self._event(
             "response.output_item.added",
             output_index=len(self._output) - 1,
@@ -292,6 +297,7 @@ class ResponsesJob(DialectJob):
         events = []
         if kind in ("reasoning", "message"):
             part = item["content"][0]
+            part["text"] = self._told()
             name = "reasoning_text" if kind == "reasoning" else "output_text"
             done = {"content_index": 0, "text": part["text"]}
             if kind == "message":
@@ -301,14 +307,19 @@ class ResponsesJob(DialectJob):
             events.append(self._at("response.content_part.done", content_index=0, part={**part}))
         elif kind == "custom_tool_call":
             events += self._tell_input(self._raw.finish("".join(self._arguments)))
+            item["input"] = self._told()
             events.append(self._at("response.custom_tool_call_input.done", input=item["input"]))
         else:
-            arguments = item["arguments"]
-            done = {"arguments": arguments, "name": item["name"]}
+            item["arguments"] = self._told()
+            done = {"arguments": item["arguments"], "name": item["name"]}
             events.append(self._at("response.function_call_arguments.done", **done))
         index = len(self._output) - 1
         events.append(self._event("response.output_item.done", output_index=index, item={**item}))
         return events
+
+    def _told(self) -> str:
+        text, self._pieces = "".join(self._pieces), []
+        return text
 
     # The response
 

@@ -200,6 +200,9 @@ def test_an_engine_fault_whole_and_in_a_stream(client: Client) -> None:
     response = events[-1]["response"]
     assert response["status"] == "failed" and response["error"]["code"] == "server_error"
     assert response["usage"] is None and "secret" not in text
+    (item,) = response["output"]
+    told = "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta")
+    assert item["status"] == "incomplete" and item["content"][0]["text"] == told != ""
     # A failed response is not kept.
     assert client.get(f"/v1/responses/{response['id']}").status_code == 404
     client.toy.runner.step_fault = lambda sequences: None
