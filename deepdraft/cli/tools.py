@@ -126,16 +126,28 @@ def selftest(device: str, as_json: bool) -> int:
 
 
 @click.command()
-@click.argument("what", type=click.Choice(("speed", "startup")))
+@click.argument(
+    "what",
+    type=click.Choice(("speed", "startup", "costs", "drafted", "accept", "lossless")),
+)
 @model_argument
 @click.option("--context", type=click.IntRange(1), default=600, show_default=True, metavar="N")
-@click.option("--tokens", type=click.IntRange(1), default=200, show_default=True, metavar="N")
+@click.option("--tokens", type=click.IntRange(1), metavar="N", help="Tokens of an answer.")
 @click.option("--runs", type=click.IntRange(1), default=5, show_default=True, metavar="N")
 @click.option("--numerics", type=click.Choice(get_args(Numerics)), default="exact")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--out", metavar="FILE", help="Write the result there, too.")
+@click.option("--svg", metavar="FILE", help="accept: write a plot there.")
+@click.option("--prompts", metavar="FILE", help="Prompts as JSON [bundled ones].")
+@click.option("--num-prompts", type=click.IntRange(1), metavar="N", help="How many of them.")
+@click.option("--quick", is_flag=True, help="accept: leave out block sizes and thresholds.")
 def bench(what: str, model: str | None, **options: Any) -> int:
-    """Measure decoding speed or start-up of a model, by default the bundled one."""
+    """Measure a model, by default the bundled one.
+
+    speed: plain decoding. startup: a server's start. costs: of steps and drafts, for --cost-table.
+    drafted: with drafts against plain. accept: how many drafts stand. lossless: drafted text is
+    plain text.
+    """
     from deepdraft.proof.bench import main
 
     return main(what, model_directory(model)[0], **options)

@@ -23,6 +23,7 @@ from deepdraft.types import Rule
 if TYPE_CHECKING:
     from deepdraft.engine.runner import Runner
     from deepdraft.engine.speculate import Speculation
+    from deepdraft.spec.calibrate import Calibration
 
 SPECULATION_FILE = "speculation.json"
 """Beside a checkpoint: what is known of its drafter (docs/speculation.md)."""
@@ -98,19 +99,12 @@ def _speculation(runner: "Runner", path: Path, options: EngineConfig) -> "Specul
     """Rule, schedule, costs and calibrations. Raises ConfigError."""
     from deepdraft.engine.measure import measure_costs
     from deepdraft.engine.speculate import Speculation
-    from deepdraft.spec.calibrate import Calibration
     from deepdraft.spec.costs import StepCosts
     from deepdraft.spec.schedule import FixedSchedule, ThresholdSchedule
 
     if not runner.block_size:
         return Speculation(rule=options.rule)
-    calibrations: dict[Rule, Calibration] = {}
-    file = path / SPECULATION_FILE
-    if file.is_file():
-        known = _read_json(file).get("calibrations", {})
-        if not isinstance(known, dict) or not set(known) <= set(get_args(Rule)):
-            raise ConfigError(f"{file}: calibrations must be an object with one entry per rule")
-        calibrations = {rule: Calibration.from_dict(values) for rule, values in known.items()}
+    calibrations = read_calibrations(path)
     costs = schedule = None
     if options.schedule == "threshold":
         schedule = ThresholdSchedule(threshold=options.draft_threshold)
@@ -121,6 +115,22 @@ def _speculation(runner: "Runner", path: Path, options: EngineConfig) -> "Specul
     else:
         costs = measure_costs(runner)
     return Speculation(rule=options.rule, schedule=schedule, costs=costs, calibrations=calibrations)
+
+
+def read_calibrations(path: Path) -> "dict[Rule, Calibration]":
+    """What the checkpoint in `path` says of its drafter's confidences, by rule; none: nothing.
+
+    Raises ConfigError.
+    """
+    from deepdraft.spec.calibrate import Calibration
+
+    file = path / SPECULATION_FILE
+    if not file.is_file():
+        return {}
+    known = _read_json(file).get("calibrations", {})
+    if not isinstance(known, dict) or not set(known) <= set(get_args(Rule)):
+        raise ConfigError(f"{file}: calibrations must be an object with one entry per rule")
+    return {rule: Calibration.from_dict(values) for rule, values in known.items()}
 
 
 def _read_json(file: Path) -> dict[str, Any]:

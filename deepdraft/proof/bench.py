@@ -1,6 +1,7 @@
 """`deepdraft bench`: measurements with the machine, the versions and the commit beside them.
 
-Owns: `speed` (plain decoding through engine parts) and `startup` (a real server process).
+Owns: `speed` (plain decoding through engine parts), `startup` (a real server process), `costs`, and
+how the others (`drafted`, `accept`, `lossless`) are called and recorded.
 Knows nothing of: acceptance thresholds; tests never assert on times.
 """
 
@@ -31,6 +32,7 @@ from deepdraft.text.tokenizer import Tokenizer
 from deepdraft.types import SamplingParams
 
 SMALL_OPS = 20_000
+BENCHES = ("speed", "startup", "costs", "drafted", "accept", "lossless")
 
 
 def machine() -> dict[str, Any]:
@@ -218,31 +220,88 @@ def startup(model: str | Path | None = None, *, timeout_s: float = 60.0) -> dict
         process.wait(timeout=20)
 
 
+def costs(model: str | Path, *, numerics: str = "exact") -> dict[str, Any]:
+    """What steps and drafts cost here, at several lengths: a file for --cost-table."""
+    from deepdraft.engine.measure import measure_costs
+
+    checkpoint = Checkpoint.open(model)
+    runner = Runner.from_checkpoint(
+        checkpoint, Tokenizer.load(model), numerics=numerics, drafter=True, num_sequences=4
+    )
+    if not runner.block_size:
+        raise ConfigError("this model has no drafter; there is nothing to choose by cost")
+    contexts = tuple(n for n in (64, 512, 2048) if n < runner.max_tokens - 32)
+    table = measure_costs(runner, contexts=contexts or (16,), repeats=8)
+    return {"what": "costs of steps and drafts", "numerics": numerics, **table.to_dict()}
+
+
+def _measure(what: str, model: str | Path, options: dict[str, Any]) -> dict[str, Any]:
+    numerics, prompts = options["numerics"], options["prompts"]
+    shared = {"prompts": prompts, "num_prompts": options["num_prompts"], "numerics": numerics}
+    if what == "speed":
+        keys = ("context", "tokens", "runs", "numerics")
+        given = {k: options[k] for k in keys if options[k] is not None}
+        return speed(model, **given)
+    if what == "startup":
+        return startup(model)
+    if what == "costs":
+        return costs(model, numerics=numerics)
+    if options["tokens"] is not None:
+        shared["tokens"] = options["tokens"]
+    if what == "accept":
+        from deepdraft.proof.bench_accept import accept
+
+        return accept(model, **shared, quick=options["quick"])
+    if what == "lossless":
+        from deepdraft.proof.bench_lossless import lossless
+
+        return lossless(model, **shared)
+    if what == "drafted":
+        from deepdraft.proof.bench_drafted import drafted
+
+        return drafted(model, **shared, runs=options["runs"])
+    raise ConfigError(f"bench knows {', '.join(BENCHES)}, got {what!r}")
+
+
 def main(
     what: str,
     model: str | Path,
     *,
     context: int = 600,
-    tokens: int = 200,
+    tokens: int | None = None,
     runs: int = 5,
     numerics: str = "exact",
+    prompts: str | None = None,
+    num_prompts: int | None = None,
+    quick: bool = False,
     as_json: bool = False,
     out: str | None = None,
+    svg: str | None = None,
 ) -> int:
-    """Run one measurement, print it, and write it to `out` (JSON) when given."""
+    """Run one measurement, print it, and write it to `out` (JSON) when given.
+
+    `svg`: where the plot of `accept` goes. 1 where `lossless` found a mismatch.
+    """
+    if svg is not None and what != "accept":
+        raise ConfigError("only bench accept has a plot")
     torch.set_num_threads(1)
-    if what == "speed":
-        result = speed(model, context=context, tokens=tokens, runs=runs, numerics=numerics)
-    elif what == "startup":
-        result = startup(model)
-    else:
-        raise ConfigError(f"bench knows speed and startup, got {what!r}")
-    record = {
-        **result,
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit(),
-        "machine": machine(),
+    begun = {"date": time.strftime("%Y-%m-%d"), "commit": commit(), "machine": machine()}
+    options = {
+        "context": context,
+        "tokens": tokens,
+        "runs": runs,
+        "numerics": numerics,
+        "prompts": prompts,
+        "num_prompts": num_prompts,
+        "quick": quick,
     }
+    result = _measure(what, model, options)
+    if svg is not None:
+        from deepdraft.proof.plot_accept import plot
+
+        Path(svg).parent.mkdir(parents=True, exist_ok=True)
+        Path(svg).write_text(plot(result))
+    record = {**result, **begun}
     text = json.dumps(record, indent=2)
     if out:
         Path(out).parent.mkdir(parents=True, exist_ok=True)
@@ -252,4 +311,4 @@ def main(
     else:
         for key, value in record.items():
             print(f"{key}: {value}")
-    return 0
+    return 1 if result.get("mismatches") else 0

@@ -69,6 +69,7 @@ class Answer:
     prompt: Prompt
     stats: DecodeStats
     seconds: float
+    cpu_seconds: float
     num_tokens: int
     blocks: list[Observation] = field(default_factory=list)
 
@@ -91,6 +92,8 @@ class Bench:
         )
         self.block_size = self.runner.block_size
         self.costs = measure_costs(self.runner, repeats=6)
+        self.last_stats: dict[str, int] = {}
+        """The engine's counters after the last `run`."""
 
     def run(
         self,
@@ -130,6 +133,7 @@ class Bench:
                     answer.blocks = blocks[1:]  # the first one is the prompt's own token
                     answers.append(answer)
         finally:
+            self.last_stats = engine.stats()
             engine.close()
             self.runner.block_size = self.block_size
         return answers
@@ -145,19 +149,21 @@ class Bench:
             stop_token_ids=frozenset({self.eos}),
             speculation=SpeculationParams(num_drafts=0 if setting.schedule == "none" else None),
         )
-        begin, stats, num_tokens = None, None, 0
+        begin, cpu, stats, num_tokens = None, 0.0, None, 0
         for event in engine.generate(request):
             if event.error is not None:
                 raise EngineError(event.error)
             if begin is None:
-                begin = time.perf_counter()  # at the first token: decoding alone is timed
+                # At the first token: decoding alone is timed.
+                begin, cpu = time.perf_counter(), time.process_time()
             else:
                 num_tokens += len(event.token_ids)
             stats = event.stats or stats
         assert begin is not None
         if stats is None:
             return None
-        return Answer(prompt, stats, time.perf_counter() - begin, num_tokens)
+        seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+        return Answer(prompt, stats, seconds, cpu, num_tokens)
 
 
 def accept(

@@ -308,8 +308,8 @@ class DraftGate:
         return True
 
     def record(self, num_tokens: float, ms: float, plain_ms: float) -> None:
-        """A drafted step: its tokens (or what is expected of them), its whole time, and the time that
-        a plain step takes now."""
+        """A drafted step: its tokens (or what is expected of them), its whole time, and the time
+        that a plain step takes now."""
         self._seen += 1
         self._tokens = self.decay * self._tokens + num_tokens
         self._ms = self.decay * self._ms + ms
