@@ -11,10 +11,18 @@ import torch
 from torch import Tensor
 
 
+MIN_PRODUCT_ROWS = 16
+"""A product with a transposed second factor gives a row other bits below this many rows (2 to 8 of
+them over 64 and more channels, torch 2.13 with MKL); fewer are filled up with copies of the last."""
+
+
 def index_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     """sum over h of weights[r, h] relu(<q[r, h], keys[n]>): q [R, H, C], keys [N, C] -> [R, N]."""
     r, h, c = q.shape
-    dots = (q.reshape(r * h, c) @ keys.t()).relu_().view(r, h, -1)
+    flat = q.reshape(r * h, c)
+    if r * h < MIN_PRODUCT_ROWS:
+        flat = torch.cat([flat, flat[-1:].expand(MIN_PRODUCT_ROWS - r * h, -1)])
+    dots = (flat @ keys.t())[: r * h].relu_().view(r, h, -1)
     return dots.mul_(weights.unsqueeze(-1)).sum(1)
 
 

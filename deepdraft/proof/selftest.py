@@ -173,17 +173,20 @@ def check_expert_rows(device: str) -> str:
 def check_index_rows(device: str) -> str:
     """A row's index scores do not depend on how many keys stand behind those it can reach."""
     g = torch.Generator().manual_seed(5)
-    q = torch.randn(96, 4, 32, generator=g).to(device)
-    w = torch.randn(96, 4, generator=g).to(device)
-    keys = torch.randn(2048, 32, generator=g).to(device)
-    whole = index.index_scores(q, w, keys)
     compared = 0
-    for rows in (1, 2, 6, 16, 96):
-        for n in (64, 128, 192, 320, 1024, 2048):
-            part = index.index_scores(q[:rows], w[:rows], keys[:n])
-            if not torch.equal(part, whole[:rows, :n]):
-                raise Failed(f"index scores of {rows} rows over {n} keys differ")
-            compared += 1
+    for heads, width in ((1, 128), (2, 32), (2, 128), (4, 32), (32, 128)):
+        q = torch.randn(96, heads, width, generator=g).to(device)
+        w = torch.randn(96, heads, generator=g).to(device)
+        keys = torch.randn(1024, width, generator=g).to(device)
+        whole = index.index_scores(q, w, keys)
+        for rows in (1, 2, 3, 6, 8, 16, 96):
+            for n in (64, 128, 320, 1024):
+                part = index.index_scores(q[:rows], w[:rows], keys[:n])
+                if not torch.equal(part, whole[:rows, :n]):
+                    raise Failed(
+                        f"index scores of {rows} rows, {heads} heads of {width}, over {n} keys differ"
+                    )
+                compared += 1
     tied = torch.zeros(1, 40, device=device)
     if index.select_top(tied, 5).tolist() != [[0, 1, 2, 3, 4]]:
         raise Failed("equal index scores do not go to the lower entry")
