@@ -94,6 +94,26 @@ def test_windows_of_the_encoder_computed_again(suffix: int, model: DeepseekV41) 
     assert both(served, prompt, keep=False) == f"130/{out - depth}"
 
 
+@pytest.mark.parametrize("new", [1, 5, 12, 13])
+def test_a_short_turn_in_mode_encoder(new: int, model: DeepseekV41) -> None:
+    """A cold run's decoder starts a window before the end; a later checkpoint does not help."""
+    served, prompt = Served(model, mode="encoder"), text(31, 50)
+    tokens, _, _, state = served.answer(prompt)
+    served.close(state)
+    turn = [*prompt, *tokens[:-1], *text(32, new)]
+    start = both(served, turn, keep=False)
+    assert start == "none" or int(start.split("/")[0]) <= len(turn) - W
+
+
+def test_windows_of_a_bounded_replay_are_not_used_in_mode_full(model: DeepseekV41) -> None:
+    served, prompt = Served(model, mode="encoder", rebuild=False), text(33, 60)
+    tokens, _, _, state = served.answer(prompt)
+    assert state.origin == "decoder-replayed"
+    served.close(state)
+    served.cache.mode = served.runner.prefill_mode = "full"
+    assert both(served, [*prompt, *tokens, 7], keep=False) == "none"
+
+
 def test_a_shallower_recompute_would_be_wrong(
     model: DeepseekV41, monkeypatch: pytest.MonkeyPatch
 ) -> None:

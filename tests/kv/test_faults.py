@@ -101,6 +101,19 @@ def test_a_damaged_shared_chunk_is_not_shared_again() -> None:
     assert kept.entries[0].chunks[0] is not first and kept.start(base) == 40
 
 
+def test_a_chunk_found_damaged_is_not_taken_over_by_a_new_entry() -> None:
+    kept = Kept()
+    kept.store(text(2, 40))
+    kept.store([*text(2, 40), *text(3, 9)])
+    first = kept.entries[0].chunks[0]
+    kept.cache.memory.slab.view(first.slot, first.length)[0] ^= 1
+    with pytest.raises(StateError, match="damaged"):
+        kept.cache.memory.read(first)
+    kept.store([*text(2, 40), *text(4, 9)])
+    assert kept.entries[-1].chunks[0] is not first
+    assert kept.start([*text(2, 40), *text(4, 9)]) == 49
+
+
 def test_full_memory_evicts_the_oldest_and_never_what_is_in_use() -> None:
     kept = Kept(slots=100)
     texts = [text(i, 64) for i in range(12)]
