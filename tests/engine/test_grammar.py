@@ -87,6 +87,8 @@ class Walker:
     def __init__(self, tokenizer: Tokenizer) -> None:
         closing = set('"}],:0123456789-x>')
         self.tokenizer = tokenizer
+        ends = [tokenizer.id_of(text) for text in ("｜DSML｜", "</", "<", "/")]
+        self.enders = [i for i in ends if i is not None]
         self.closers = np.array(
             [
                 0 < len(text) < 4 and set(text.decode("latin-1")) <= closing
@@ -107,6 +109,7 @@ class Walker:
             scores = rng.gumbel(size=mask.shape[0])
             if len(out) > 24:
                 scores[self.closers] += 12
+                scores[self.enders] += 18
                 scores[eos] += 20
             scores[~mask] = -np.inf
             token_id = int(scores.argmax())
