@@ -18,6 +18,7 @@ from torch import Tensor
 
 from deepdraft.checkpoint.reader import Checkpoint
 from deepdraft.errors import ConfigError, StateError
+from deepdraft.models import model_class
 from deepdraft.models.deepseek_v41 import DeepseekV41, PrefillMode
 from deepdraft.models.dspark import DraftStart
 from deepdraft.models.state import SequenceState, StatePool
@@ -107,7 +108,7 @@ class Runner:
             if tokenizer is None:
                 raise ConfigError("a model with Engram layers needs its tokenizer.json")
             token_map = checked_token_map(checkpoint, tokenizer)
-        model = DeepseekV41(
+        model = model_class(checkpoint.args)(
             checkpoint.args,
             checkpoint,
             token_map,

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from deepdraft.checkpoint.reader import Checkpoint
 from deepdraft.checkpoint.writer import write_checkpoint
 from deepdraft.config import EngineConfig
 from deepdraft.engine.engine import Engine
 from deepdraft.engine.load import LoadedModel, load_engine
+from deepdraft.engine.runner import Runner
 from deepdraft.errors import CheckpointError, ConfigError
 from deepdraft.types import GenerateRequest, SamplingParams
 from tests.checkpoint.tiny import patch_tensor, random_tensors, tiny_config
@@ -148,3 +150,21 @@ def test_an_unknown_key_is_refused_unless_named(copied: Path) -> None:
         load_engine(copied, OPTIONS)
     accepting = EngineConfig(max_running=3, max_context=128, accept_keys=("text_config.my_key",))
     assert load_engine(copied, accepting).runner.vocab_size == VOCAB
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("llama-a", "Llama"),
+        ("deepseek-v2-a", "DeepseekV2"),
+        ("deepseek-v3-a", "DeepseekV3"),
+        ("deepseek-v4-a", "DeepseekV4"),
+    ],
+)
+def test_a_checkpoint_gets_the_model_of_its_family(folder: str, name: str) -> None:
+    directory = Path(__file__).parents[1] / "families" / "data" / folder / "checkpoint"
+    runner = Runner.from_checkpoint(Checkpoint.open(directory), None, max_context=64)
+    assert type(runner.model).__name__ == name
+    sequence = runner.open_sequence()
+    logits = runner.prefill(sequence, [1, 2, 3], final=True)
+    assert logits is not None and logits.shape == (runner.vocab_size,)
