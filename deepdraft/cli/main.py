@@ -73,6 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader of our output has enough, as in `deepdraft inspect | head`.
         sys.stderr.close()
         return 0
+    except OSError as error:
+        # A path that no look-up expected: too long a name, links in a circle, a disk that fails.
+        click.echo(f"Error: {error}", err=True)
+        return 2
     return result if isinstance(result, int) else 0
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deepdraft.engine.request import Request
-from deepdraft.errors import Overloaded
+from deepdraft.errors import Overloaded, RequestError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +61,18 @@ class Scheduler:
         return not self._waiting and not self._running
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queues all of `requests` or none. Raises Overloaded when they do not fit the queue."""
+        """Queues all of `requests` or none.
+
+        Raises Overloaded when they do not fit the queue now, RequestError when they never would.
+        """
+        most = self.max_queue + self.max_running
+        if len(requests) > most:
+            raise RequestError(
+                f"the request asks for {len(requests)} answers; this server takes at most {most} "
+                "at once: send fewer prompts, or a smaller n"
+            )
         # Free running places count too: an idle engine takes max_running requests at once.
-        room = self.max_queue + self.max_running - self.num_running - self.num_waiting
+        room = most - self.num_running - self.num_waiting
         if len(requests) > room:
             raise Overloaded(
                 f"the queue is full ({self.num_waiting} waiting, {self.num_running} running, "

@@ -78,6 +78,16 @@ def test_an_error_is_one_message_and_exit_code_2(
     assert "Traceback" not in shown
 
 
+@pytest.mark.parametrize("command", ["inspect", "golden", "serve", "generate -p x"])
+def test_a_path_that_cannot_be_looked_up_is_one_message(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *options = command.split()
+    assert main([name, "x" * 5000, *options]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("Error: ") and "name too long" in shown
+
+
 def test_an_empty_directory_is_no_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

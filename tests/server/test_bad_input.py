@@ -2,11 +2,15 @@
 
 import json
 import re
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+
+from deepdraft.types import GenerateRequest
 
 from .conftest import Client
 from .test_chat import whole
@@ -355,7 +359,28 @@ def test_an_unexpected_fault_of_the_server_is_500(
 def test_a_full_queue_is_503_with_retry_after(make_client: Callable[..., Client]) -> None:
     client = make_client(engine={"max_queue": 1, "max_running": 1})
     client.toy.say("good")
-    response = client.chat(n=3, **OFF)
+    engine, _ = client.toy.service.ready()
+    gate = threading.Event()
+    client.toy.runner.prefill_fault = lambda sequence, ids: gate.wait(30)
+    held = [GenerateRequest(request_id=f"held-{i}", prompt_ids=(3,)) for i in range(2)]
+    engine.submit(held, [lambda event: None] * 2)
+    response = client.chat(**OFF)
     error = error_of(response, 503)
     assert error["code"] == "overloaded" and int(response.headers["retry-after"]) >= 1
+    gate.set()
+    engine.cancel("held-0", "held-1")
+    while engine.stats()["running"] + engine.stats()["waiting"]:
+        time.sleep(0.01)
+    still_serves(client)
+
+
+def test_more_answers_than_ever_fit_is_no_matter_of_trying_again(
+    make_client: Callable[..., Client],
+) -> None:
+    client = make_client(engine={"max_queue": 1, "max_running": 1})
+    client.toy.say("good")
+    for response in (client.chat(n=3, **OFF), client.complete(["a", "b", "c"])):
+        assert (
+            "asks for 3 answers; this server takes at most 2" in error_of(response, 400)["message"]
+        )
     still_serves(client)
