@@ -10,10 +10,9 @@ ascending order with -1 in the places left over.
 import torch
 from torch import Tensor
 
-
 MIN_PRODUCT_ROWS = 16
-"""A product with a transposed second factor gives a row other bits below this many rows (2 to 8 of
-them over 64 and more channels, torch 2.13 with MKL); fewer are filled up with copies of the last."""
+"""A product with a transposed second factor gives a row other bits below this many rows (2 to 8,
+over 64 and more channels; torch 2.13 with MKL); fewer are filled up with copies of the last."""
 
 
 def index_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:

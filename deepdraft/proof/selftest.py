@@ -184,7 +184,7 @@ def check_index_rows(device: str) -> str:
                 part = index.index_scores(q[:rows], w[:rows], keys[:n])
                 if not torch.equal(part, whole[:rows, :n]):
                     raise Failed(
-                        f"index scores of {rows} rows, {heads} heads of {width}, over {n} keys differ"
+                        f"index scores of {rows} rows, {heads} heads of {width}, {n} keys differ"
                     )
                 compared += 1
     tied = torch.zeros(1, 40, device=device)
