@@ -6,6 +6,7 @@ Knows nothing of: prompts, sampling, signals, sockets. Importing it does not imp
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,6 +38,11 @@ ReadT = TypeVar("ReadT")
 
 PREFIXES = ("/v1", "", "/beta")
 _BIG_BODY_BYTES = 32 << 10
+_GRAMMAR_FIELDS = re.compile(
+    rb'"(response_format|structured_outputs|guided_\w+|json_schema|tool_choice|strict'
+    rb'|parallel_tool_calls|disable_parallel_tool_use)"'
+)
+"""Bodies that name one of these may need a grammar to be compiled."""
 
 Handler = Callable[[Request], Awaitable[ASGIApp]]
 
@@ -212,10 +218,11 @@ class Handlers:
     async def read(self, request: Request, make: Callable[[bytes], ReadT]) -> ReadT:
         """What `make` makes of the body.
 
-        A big body is read on a worker thread: tokenising it would stall every stream.
+        A body that takes long to read goes to a worker thread, or it would stall every stream:
+        a big one, which must be tokenised, and one that may need a grammar.
         """
         body = await self.body(request)
-        if len(body) > _BIG_BODY_BYTES:
+        if len(body) > _BIG_BODY_BYTES or _GRAMMAR_FIELDS.search(body):
             return await asyncio.to_thread(make, body)
         return make(body)
 

@@ -97,6 +97,7 @@ class Service:
             created=int(time.time()),
             defaults=model.sampling_defaults,
         )
+        _prepare_grammars(self._view)
         if self.state == "loading":
             self.state = "ready"
 
@@ -157,6 +158,17 @@ class Service:
         self.begin_drain()
         if self._engine is not None:
             self._engine.close()
+
+
+def _prepare_grammars(view: ModelView) -> None:
+    """Builds the vocabulary of grammars, so that the first request with one need not wait."""
+    from deepdraft.engine.grammar import compiler_for
+
+    try:
+        compiler_for(view.tokenizer, view.vocab_size, view.eos_token_id)
+    except Exception:
+        # Everything else can be served; a request that needs a grammar says so itself.
+        logger.exception("grammars cannot be compiled for this tokenizer")
 
 
 def bundled_checkpoint() -> Path:
