@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from deepdraft.kernels import gemv, layout, mhc, moe
+from deepdraft.kernels import attention, cache, gemv, index, layout, mhc, moe
 
 
 @dataclass
@@ -96,6 +96,53 @@ def sass_cases() -> Iterator[SassCase]:
     yield SassCase("boundary experts", lambda: mhc.boundary(x, norm, y=picked, shared=y, coef=coef))
     yield SassCase("norm 1280 of 1792", lambda: norm_1280())
     yield SassCase("quantise 5120", lambda: gemv.quantize_rows(y))
+    yield SassCase("write window", lambda: write("window", 512, 1792))
+    yield SassCase("write main, pooled", lambda: write("main", 512, 1024, pool=True))
+    yield SassCase("write index", lambda: write("index", 128, 128))
+    for heads in (64, 32, 8):
+        yield SassCase(f"attention {heads} heads", lambda h=heads: attend(h))
+    yield SassCase("select 65536", lambda: select(65536))
+
+
+def select(entries: int) -> object:
+    """An index layer from queries to lists, both levels."""
+    raw = meta(8, 36864, dtype=torch.bfloat16)
+    q = index.index_queries(raw, floats(8, 32), floats(8, 32), heads=32, channels=128, start=32768)
+    keys, base, reach = meta(entries, 68), ints(8), ints(8)
+    common = {"weight_scale": 0.01, "skip": 512}
+    scores = index.index_scores(q, floats(8, 32), keys, base, reach, capacity=entries, **common)
+    blocks = index.candidate_blocks(scores, reach, block=8, keep=2048, skip=512)
+    index.select_top(scores, base, reach, 512, skip=512)
+    scores = index.index_scores(
+        q, floats(8, 32), keys, base, reach, capacity=16384, blocks=blocks, **common
+    )
+    return index.select_top(scores, base, reach, 512, skip=512, blocks=blocks)
+
+
+def floats(*shape: int) -> torch.Tensor:
+    return meta(*shape, dtype=torch.float32)
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return meta(*shape, dtype=torch.int32)
+
+
+def write(kind: str, channels: int, width: int, *, pool: bool = False) -> object:
+    x = floats(8, width) if pool else meta(8, width, dtype=torch.bfloat16)
+    stored = meta(1000, cache.record_bytes(kind, channels))
+    tables = floats(8, 32), floats(8, 32)
+    pending = (floats(32, width), ints(8), ints(8)) if pool else None
+    return cache.write_entries(
+        kind, x, floats(channels), *tables, ints(8), stored, norm_eps=1e-20, pending=pending
+    )
+
+
+def attend(heads: int) -> object:
+    q = meta(8, heads * 512, dtype=torch.bfloat16)
+    return attention.sparse_attention(
+        q, floats(8, 32), floats(8, 32), meta(1000, 528), ints(8, 128), floats(heads),
+        scale=512**-0.5, main=meta(1000, 288), main_rows=ints(8, 512),
+    )  # fmt: skip
 
 
 def norm_1280() -> object:

@@ -84,7 +84,8 @@ def inspect(kernel) -> dict:
     loop = [n for n, (at, _) in zip(names, lines, strict=True) if start <= at <= end]
     return {
         "registers": registers,
-        "spill_bytes": max(stack, local),
+        "stack_bytes": max(stack, local),
+        "spills": sum(n.startswith(("LDL", "STL")) for n in names),
         "shared_bytes": kernel.metadata.shared,
         "instructions": len(lines),
         "loop_instructions": len(loop),
@@ -117,8 +118,8 @@ def main() -> None:
                 report["lane_instructions_per_weight"] = round(per_weight, 2)
             results.append(report)
             print(
-                f"{case.name:28} {name:24} {report['registers']:4} regs {report['spill_bytes']:4} B"
-                f" spilled {report['shared_bytes']:6} B shared loop {report['loop_instructions']:4}"
+                f"{case.name:28} {name:24} {report['registers']:4} regs {report['spills']:3} spills"
+                f" {report['shared_bytes']:6} B shared loop {report['loop_instructions']:4}"
                 f"  {report.get('lane_instructions_per_weight', '')}  {' '.join(report['mma'])}",
                 flush=True,
             )

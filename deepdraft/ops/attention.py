@@ -33,3 +33,27 @@ def sink_attention_bf16(q: Tensor, keys: Tensor, bias: Tensor, scale: float) -> 
     total = weights.sum(-1, keepdim=True)
     rounded = weights.to(torch.bfloat16).to(q.dtype)
     return torch.bmm(rounded, keys).div_(total)
+
+
+def chunked_sink_attention(
+    q: Tensor, keys: Tensor, valid: Tensor, sink: Tensor, scale: float, *, chunk: int = BLOCK_KEYS
+) -> Tensor:
+    """q [R, H, C], keys [R, N, C], valid bool [R, N], sink [H] -> o [R, H, C] (quant numerics).
+
+    N is a multiple of `chunk`. Each chunk is worked by itself: its probabilities, relative to its
+    own largest score, are rounded to bf16 for the value product and added unrounded to its
+    denominator; the chunks are then combined in order. The reference of
+    `deepdraft.kernels.attention`. A row without keys gives zeros.
+    """
+    r, h, c = q.shape
+    scores = torch.einsum("rhc,rnc->rhn", q, keys) * scale
+    scores = scores.masked_fill(~valid.unsqueeze(1), -torch.inf).view(r, h, -1, chunk)
+    top = scores.amax(-1, keepdim=True).clamp(min=-1e30)
+    weights = (scores - top).exp()
+    rounded = weights.to(torch.bfloat16).to(q.dtype)
+    parts = torch.einsum("rhkn,rknc->rhkc", rounded, keys.view(r, -1, chunk, c))
+    total, top = weights.sum(-1), top.squeeze(-1)
+    highest = torch.maximum(top.amax(-1), sink)
+    share = (top - highest.unsqueeze(-1)).exp()
+    denominator = (sink - highest).exp() + (total * share).sum(-1)
+    return (parts * share.unsqueeze(-1)).sum(2) / denominator.unsqueeze(-1)

@@ -1,0 +1,447 @@
+"""The indexer of a decode step: queries, scores, candidate blocks, the best entries of a row.
+
+Contracts and references: `deepdraft.ops.index` (index_scores, candidate_blocks, select_top,
+select_all). A selected set is a function of the row alone: scores have no order of arrival, integer
+counts do not depend on it, and equal scores go to the lower entry. Lengths are read from memory,
+so a captured graph serves every context; programs beyond a row's reach leave at once.
+
+Letters: R rows, H index heads, C index channels, P rotary pairs, N positions that are scored, K
+places of a list.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepdraft.kernels.attention import spread
+from deepdraft.kernels.cache import record_bytes, turn_pairs
+from deepdraft.kernels.gemv import dot_bf16
+from deepdraft.kernels.rounding import (
+    E2M1_CARRY,
+    INDEX_FLOOR,
+    from_e2m1,
+    from_e8m0,
+    inverse_of,
+    round_bf16,
+    scale_bits,
+    to_bf16_rne,
+    to_e2m1_rne,
+)
+from deepdraft.kernels.runtime import check, launch, next_power
+
+_BINS = tl.constexpr(2048)
+_SCORE_TILE = 128
+SELECT_TILE = 4096
+"""Scores that one program of a selection looks at."""
+_WARPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Candidate blocks of entries: `numbers` int32 [R, keep], ascending, -1 in empty places;
+    `counts` int32 [R]; entries per block."""
+
+    numbers: Tensor
+    counts: Tensor
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """`entries` int32 [R, K], ascending, -1 in empty places; `address`: the same plus each row's
+    base, rows of the cache; `counts` int32 [R]."""
+
+    entries: Tensor
+    address: Tensor
+    counts: Tensor
+
+
+# ---- queries and scores --------------------------------------------------------------------
+
+
+@triton.jit
+def query_kernel(
+    q_ptr, cos_ptr, sin_ptr, out_ptr, Q_STRIDE, Q_START, H,
+    C: tl.constexpr, PAIRS: tl.constexpr, GP: tl.constexpr,
+):  # fmt: skip
+    head, row = tl.program_id(0), tl.program_id(1)
+    g, i = tl.arange(0, GP), tl.arange(0, 16)
+    at = g[:, None] * 32 + 2 * i[None, :]
+    inside = at < C
+    q_ptr += row.to(tl.int64) * Q_STRIDE + Q_START + head * C
+    even = tl.load(q_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    odd = tl.load(q_ptr + at + 1, mask=inside, other=0.0).to(tl.float32)
+    pair = tl.where(inside, at // 2 - (C // 2 - PAIRS), -1)
+    even, odd = turn_pairs(even, odd, cos_ptr + row * PAIRS, sin_ptr + row * PAIRS, pair, PAIRS)
+    amax = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), axis=1)
+    bits = scale_bits(amax, INDEX_FLOOR, E2M1_CARRY)
+    scale, inverse = bits.to(tl.float32, bitcast=True)[:, None], inverse_of(bits)[:, None]
+    out_ptr += (row * H + head).to(tl.int64) * C
+    even = from_e2m1(to_e2m1_rne(even * inverse)) * scale
+    odd = from_e2m1(to_e2m1_rne(odd * inverse)) * scale
+    tl.store(out_ptr + at, to_bf16_rne(even), mask=inside)
+    tl.store(out_ptr + at + 1, to_bf16_rne(odd), mask=inside)
+
+
+@triton.jit
+def index_key_tile(cache_ptr, at, valid, C: tl.constexpr, CP: tl.constexpr, N: tl.constexpr):
+    """N index keys that start at byte `at`: bf16 [N, CP], zeros beyond C."""
+    pair, g = tl.arange(0, CP // 2)[None, :], tl.arange(0, CP // 32)[None, :]
+    wanted = valid[:, None] & (pair < C // 2)
+    byte = tl.load(cache_ptr + at[:, None] + pair, mask=wanted, other=0)
+    wanted = valid[:, None] & (g < C // 32)
+    scale = from_e8m0(tl.load(cache_ptr + at[:, None] + C // 2 + g, mask=wanted, other=1))
+    codes = tl.reshape(tl.join(byte & 15, byte >> 4), (N, CP))
+    return to_bf16_rne(from_e2m1(codes) * spread(scale, 32))
+
+
+@triton.jit
+def score_kernel(
+    q_ptr, weight_ptr, keys_ptr, base_ptr, reach_ptr, block_ptr, count_ptr, scores_ptr,
+    H, CAPACITY, W_STRIDE, W_START, W_SCALE, SKIP, KEEP,
+    C: tl.constexpr, CP: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    row, tile = tl.program_id(0), tl.program_id(1)
+    reach = tl.load(reach_ptr + row)
+    if BLOCK == 0:
+        length = reach
+    else:
+        length = tl.load(count_ptr + row) * BLOCK
+    if reach <= SKIP or tile * N >= length:
+        return
+    place = tile * N + tl.arange(0, N)
+    if BLOCK == 0:
+        entry = place
+    else:
+        block = tl.load(block_ptr + row * KEEP + place // BLOCK, mask=place < length, other=0)
+        entry = block * BLOCK + place % BLOCK
+    valid = (place < length) & (entry < reach)
+    h, c = tl.arange(0, HP), tl.arange(0, CP)
+    wanted = (h < H)[:, None] & (c < C)[None, :]
+    q = tl.load(q_ptr + (row * H + h)[:, None] * C + c[None, :], mask=wanted, other=0.0)
+    at = (tl.load(base_ptr + row) + entry).to(tl.int64) * (C // 2 + C // 32)
+    key = index_key_tile(keys_ptr, at, valid, C, CP, N)
+    dots = dot_bf16(q, tl.trans(key), tl.zeros((HP, N), tl.float32))
+    raw = tl.load(weight_ptr + row * W_STRIDE + W_START + h, mask=h < H, other=0.0)
+    weight = round_bf16(round_bf16(raw.to(tl.float32)) * W_SCALE)
+    score = tl.sum(tl.maximum(dots, 0.0) * weight[:, None], axis=0)
+    score = tl.where(valid, score, float("-inf"))
+    tl.store(scores_ptr + row.to(tl.int64) * CAPACITY + place, score, mask=place < length)
+
+
+@triton.jit
+def block_best_kernel(
+    scores_ptr, reach_ptr, best_ptr, CAPACITY, BLOCKS, SKIP, BLOCK,
+    BP: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    row, tile = tl.program_id(0), tl.program_id(1)
+    reach = tl.load(reach_ptr + row)
+    if reach <= SKIP or tile * N * BLOCK >= reach:
+        return
+    block, i = tile * N + tl.arange(0, N), tl.arange(0, BP)
+    entry = block[:, None] * BLOCK + i[None, :]
+    inside = (i < BLOCK)[None, :] & (entry < reach)
+    at = scores_ptr + row.to(tl.int64) * CAPACITY + entry
+    best = tl.max(tl.load(at, mask=inside, other=float("-inf")), axis=1)
+    best = tl.where(block == (reach - 1) // BLOCK, float("inf"), best)
+    tl.store(best_ptr + row.to(tl.int64) * BLOCKS + block, best, mask=block * BLOCK < reach)
+
+
+# ---- selection -----------------------------------------------------------------------------
+# The K-th best score is found by its bits, 11, 11 and 10 at a time: a pass counts the scores that
+# agree with the bits found so far by their next bits. Then scores above it are taken, and of those
+# equal to it as many as are missing, from the front.
+
+
+@triton.jit
+def score_keys(scores_ptr, place, length):
+    """Integers in the order of the scores (the two zeros are one), and which places count."""
+    score = tl.load(scores_ptr + place, mask=place < length, other=float("-inf"))
+    valid = score > float("-inf")
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.uint32, bitcast=True)
+    return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000), valid
+
+
+@triton.jit
+def next_bits(counts_ptr, missing):
+    """The bin that holds the missing-th best of the counted, and how many it must give."""
+    bins = tl.arange(0, _BINS)
+    counts = tl.load(counts_ptr + bins)
+    above = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0)
+    found = tl.sum((above >= missing).to(tl.int32), axis=0)
+    return found, missing - tl.sum(tl.where(bins == found, above, 0), axis=0)
+
+
+@triton.jit
+def found_prefix(counts_ptr, K, PASSES: tl.constexpr):
+    """Bits of the K-th best key that the first passes have found, and how many equals to take."""
+    prefix, missing = 0, K
+    if PASSES >= 1:
+        prefix, missing = next_bits(counts_ptr, missing)
+    if PASSES >= 2:
+        more, missing = next_bits(counts_ptr + _BINS, missing)
+        prefix = prefix * 2048 + more
+    if PASSES >= 3:
+        more, missing = next_bits(counts_ptr + 2 * _BINS, missing)
+        prefix = prefix * 1024 + more
+    return prefix, missing
+
+
+@triton.jit
+def row_length(length_ptr, row, MUL, DIV):
+    return (tl.load(length_ptr + row) * MUL + DIV - 1) // DIV
+
+
+@triton.jit
+def count_bits_kernel(
+    scores_ptr, reach_ptr, length_ptr, counts_ptr, CAPACITY, K, SKIP, MUL, DIV,
+    PASS: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    row, tile = tl.program_id(0), tl.program_id(1)
+    length = row_length(length_ptr, row, MUL, DIV)
+    if tl.load(reach_ptr + row) <= SKIP or tile * N >= length:
+        return
+    counts_ptr += row * 3 * _BINS
+    place = tile * N + tl.arange(0, N)
+    key, counted = score_keys(scores_ptr + row.to(tl.int64) * CAPACITY, place, length)
+    prefix, _ = found_prefix(counts_ptr, K, PASS)
+    if PASS == 0:
+        bits = key >> 21
+    elif PASS == 1:
+        counted = counted & ((key >> 21).to(tl.int32) == prefix)
+        bits = (key >> 10) & 2047
+    else:
+        counted = counted & ((key >> 10).to(tl.int32) == prefix)
+        bits = key & 1023
+    found = tl.histogram(bits.to(tl.int32), _BINS, mask=counted)
+    tl.atomic_add(counts_ptr + PASS * _BINS + tl.arange(0, _BINS), found, mask=found > 0)
+
+
+@triton.jit
+def above_and_equal(scores_ptr, counts_ptr, place, length, K):
+    key, valid = score_keys(scores_ptr, place, length)
+    threshold, missing = found_prefix(counts_ptr, K, 3)
+    threshold = threshold.to(tl.uint32)
+    return valid & (key > threshold), valid & (key == threshold), missing
+
+
+@triton.jit
+def count_tiles_kernel(
+    scores_ptr, reach_ptr, length_ptr, counts_ptr, tiles_ptr, CAPACITY, K, SKIP, MUL, DIV,
+    N: tl.constexpr,
+):  # fmt: skip
+    row, tile = tl.program_id(0), tl.program_id(1)
+    length = row_length(length_ptr, row, MUL, DIV)
+    if tl.load(reach_ptr + row) <= SKIP or tile * N >= length:
+        return
+    above, equal, _ = above_and_equal(
+        scores_ptr + row.to(tl.int64) * CAPACITY, counts_ptr + row * 3 * _BINS,
+        tile * N + tl.arange(0, N), length, K,
+    )  # fmt: skip
+    at = tiles_ptr + (row * tl.num_programs(1) + tile) * 2
+    tl.store(at, tl.sum(above.to(tl.int32), axis=0))
+    tl.store(at + 1, tl.sum(equal.to(tl.int32), axis=0))
+
+
+@triton.jit
+def emit_kernel(
+    scores_ptr, reach_ptr, length_ptr, counts_ptr, tiles_ptr, block_ptr, base_ptr,
+    entries_ptr, address_ptr, count_ptr,
+    CAPACITY, K, SKIP, MUL, DIV, KEEP,
+    BLOCK: tl.constexpr, TP: tl.constexpr, KP: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    row, tile = tl.program_id(0), tl.program_id(1)
+    length = row_length(length_ptr, row, MUL, DIV)
+    reach, base = tl.load(reach_ptr + row), tl.load(base_ptr + row)
+    counts_ptr += row * 3 * _BINS
+    entries_ptr += row * K
+    address_ptr += row * K
+    everything = reach <= SKIP
+    if tile == 0:
+        if everything:
+            total = length if BLOCK == 0 else reach
+        else:
+            total = tl.sum(tl.load(counts_ptr + tl.arange(0, _BINS)), axis=0)
+        taken = tl.minimum(total, K)
+        tl.store(count_ptr + row, taken)
+        k = tl.arange(0, KP)
+        all_of_them = tl.where((k < taken) & everything, k, -1)
+        fill = (k < K) & ((k >= taken) | everything)
+        tl.store(entries_ptr + k, all_of_them, mask=fill)
+        tl.store(address_ptr + k, tl.where(all_of_them >= 0, all_of_them + base, -1), mask=fill)
+    if everything or tile * N >= length:
+        return
+    place = tile * N + tl.arange(0, N)
+    above, equal, missing = above_and_equal(
+        scores_ptr + row.to(tl.int64) * CAPACITY, counts_ptr, place, length, K
+    )
+    before = tl.arange(0, TP)
+    tiles_ptr += row * tl.num_programs(1) * 2
+    above_before = tl.sum(tl.load(tiles_ptr + before * 2, mask=before < tile, other=0), axis=0)
+    equal_before = tl.sum(tl.load(tiles_ptr + before * 2 + 1, mask=before < tile, other=0), axis=0)
+    rank = equal_before + tl.cumsum(equal.to(tl.int32), axis=0)  # of equals, from 1
+    take = above | (equal & (rank <= missing))
+    first = above_before + tl.minimum(equal_before, missing)
+    where = first + tl.cumsum(take.to(tl.int32), axis=0) - 1
+    entry = place
+    if BLOCK > 0:
+        block = tl.load(block_ptr + row * KEEP + place // BLOCK, mask=take, other=0)
+        entry = block * BLOCK + place % BLOCK
+    take = take & (where < K)
+    tl.store(entries_ptr + where, entry, mask=take)
+    tl.store(address_ptr + where, entry + base, mask=take)
+
+
+# ---- launches ------------------------------------------------------------------------------
+
+
+def index_queries(
+    q: Tensor, cos: Tensor, sin: Tensor, *, heads: int, channels: int, start: int = 0
+) -> Tensor:
+    """Columns start.. of q bfloat16 [R, *], turned and rounded to MXFP4: bfloat16 [R, H, C].
+
+    The reference: `simulate.fake_mxfp4_group32` of the rotated, bf16-rounded queries.
+    """
+    device = check(q, cos, sin)
+    rows, width = q.shape
+    if start + heads * channels > width or channels % 32 or 2 * cos.shape[1] > channels:
+        raise ValueError(f"{q.shape} has no {heads} heads of {channels} channels from {start}")
+    out = torch.empty(rows, heads, channels, dtype=torch.bfloat16, device=device)
+    launch(
+        query_kernel, (heads, rows), q, cos, sin, out, width, start, heads,
+        C=channels, PAIRS=cos.shape[1], GP=next_power(channels // 32), num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+def index_scores(
+    queries: Tensor,
+    raw_weights: Tensor,
+    keys: Tensor,
+    base: Tensor,
+    reach: Tensor,
+    *,
+    capacity: int,
+    weight_scale: float,
+    weight_start: int = 0,
+    skip: int = 0,
+    blocks: Blocks | None = None,
+) -> Tensor:
+    """Scores float32 [R, capacity] (contract: ops.index.index_scores).
+
+    queries bfloat16 [R, H, C]; raw_weights float32 or bfloat16 [R, *], columns weight_start..+H,
+    rounded, scaled and rounded again; keys uint8 [*, C/2 + C/32]; base int32 [R]: row of each
+    sequence's first entry; reach int32 [R]. Only positions below the reach are written, none for a
+    reach of at most `skip`. With `blocks` position p stands for entry p % size of block p // size
+    of the row's list, and capacity is theirs.
+    """
+    rows, heads, channels = queries.shape
+    given = (queries, raw_weights, keys, base, reach)
+    device = check(*given, *(() if blocks is None else (blocks.numbers, blocks.counts)))
+    if keys.shape[1] != record_bytes("index", channels):
+        raise ValueError(f"{keys.shape[1]} bytes are no index record of {channels} channels")
+    keep = 0 if blocks is None else blocks.numbers.shape[1]
+    if blocks is not None and capacity < keep * blocks.size:
+        raise ValueError(f"{capacity=} is less than {keep} blocks of {blocks.size} entries")
+    scores = torch.empty(rows, capacity, dtype=torch.float32, device=device)
+    launch(
+        score_kernel, (rows, -(-capacity // _SCORE_TILE)),
+        queries, raw_weights, keys, base, reach,
+        reach if blocks is None else blocks.numbers, reach if blocks is None else blocks.counts,
+        scores,
+        heads, capacity, raw_weights.shape[1], weight_start, weight_scale, skip, keep,
+        C=channels, CP=next_power(channels, 32), HP=next_power(heads, 16),
+        BLOCK=0 if blocks is None else blocks.size, N=_SCORE_TILE,
+    )  # fmt: skip
+    return scores
+
+
+def candidate_blocks(
+    scores: Tensor, reach: Tensor, *, block: int, keep: int, skip: int, tile: int = SELECT_TILE
+) -> Blocks:
+    """The blocks that stay (contract: ops.index.candidate_blocks): scores float32 [R, N], reach
+    int32 [R]. A row whose reach is at most `skip` keeps all; its scores are not read."""
+    device = check(scores, reach)
+    rows, capacity = scores.shape
+    if skip > block * keep:
+        raise ValueError(f"{keep} blocks of {block} do not hold {skip=} entries")
+    total = -(-capacity // block)
+    best = torch.empty(rows, total, dtype=torch.float32, device=device)
+    side = next_power(block)
+    per_program = max(1, 2048 // side)
+    launch(
+        block_best_kernel, (rows, -(-total // per_program)),
+        scores, reach, best, capacity, total, skip, block, BP=side, N=per_program,
+    )  # fmt: skip
+    found = _select(best, reach, reach, keep, skip=skip, div=block, tile=tile)
+    return Blocks(found.entries, found.counts, block)
+
+
+def select_top(
+    scores: Tensor,
+    base: Tensor,
+    reach: Tensor,
+    k: int,
+    *,
+    skip: int,
+    blocks: Blocks | None = None,
+    tile: int = SELECT_TILE,
+) -> Selected:
+    """The k best reachable entries of each row, ascending (contract: ops.index.select_top).
+
+    scores float32 [R, N] as `index_scores` gives them, with the same blocks. A row whose reach is
+    at most `skip` (at most k) takes every entry; its scores are not read.
+    """
+    if skip > k:
+        raise ValueError(f"{skip=} entries do not fit {k} places")
+    length, mul = (reach, 1) if blocks is None else (blocks.counts, blocks.size)
+    return _select(
+        scores, reach, length, k, skip=skip, mul=mul, base=base, blocks=blocks, tile=tile
+    )
+
+
+def _select(
+    scores: Tensor,
+    reach: Tensor,
+    length: Tensor,
+    k: int,
+    *,
+    skip: int,
+    mul: int = 1,
+    div: int = 1,
+    base: Tensor | None = None,
+    blocks: Blocks | None = None,
+    tile: int,
+) -> Selected:
+    """length: int32 [R]; (length * mul) / div, rounded up, scores of a row count."""
+    device = check(scores, reach, length)
+    rows, capacity = scores.shape
+    tiles = -(-capacity // tile)
+    counts = torch.zeros(rows, 3, _BINS.value, dtype=torch.int32, device=device)
+    of_tiles = torch.empty(rows, tiles, 2, dtype=torch.int32, device=device)
+    entries = torch.empty(rows, k, dtype=torch.int32, device=device)
+    address = torch.empty_like(entries)
+    taken = torch.empty(rows, dtype=torch.int32, device=device)
+    if base is None:
+        base = torch.zeros_like(reach)
+    grid, sizes = (rows, tiles), (capacity, k, skip, mul, div)
+    for number in range(3):
+        launch(
+            count_bits_kernel, grid, scores, reach, length, counts, *sizes,
+            PASS=number, N=tile, num_warps=_WARPS,
+        )  # fmt: skip
+    launch(
+        count_tiles_kernel, grid, scores, reach, length, counts, of_tiles, *sizes,
+        N=tile, num_warps=_WARPS,
+    )  # fmt: skip
+    launch(
+        emit_kernel, grid, scores, reach, length, counts, of_tiles,
+        length if blocks is None else blocks.numbers, base, entries, address, taken,
+        *sizes, 0 if blocks is None else blocks.numbers.shape[1],
+        BLOCK=0 if blocks is None else blocks.size, TP=next_power(tiles), KP=next_power(k), N=tile,
+        num_warps=_WARPS,
+    )  # fmt: skip
+    return Selected(entries, address, taken)
