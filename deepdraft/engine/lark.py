@@ -121,7 +121,10 @@ def choice_rule(rules: Rules, choices: Sequence[str]) -> str:
     size = sum(len(text.encode()) for text in choices)
     if size > MAX_CHOICE_BYTES:
         raise RequestError(f"the choices have {size} bytes together; at most {MAX_CHOICE_BYTES} go")
-    return rules.rule(" | ".join(map(quote, dict.fromkeys(choices))))
+    texts = [quote(text) for text in dict.fromkeys(choices) if text]
+    options = [rules.terminal(" | ".join(texts))] if texts else []
+    # No terminal may be empty.
+    return rules.rule(" | ".join([*options, '""'] if "" in choices else options))
 
 
 def _check_unicode(text: str, what: str) -> None:
