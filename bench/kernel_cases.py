@@ -7,7 +7,18 @@ from dataclasses import dataclass, field
 
 import torch
 
-from deepdraft.kernels import attention, cache, gemv, index, layout, mhc, moe
+from deepdraft.kernels import (
+    attention,
+    cache,
+    engram,
+    gemv,
+    index,
+    layout,
+    mhc,
+    moe,
+    routing,
+    sample,
+)
 
 
 @dataclass
@@ -102,6 +113,22 @@ def sass_cases() -> Iterator[SassCase]:
     for heads in (64, 32, 8):
         yield SassCase(f"attention {heads} heads", lambda h=heads: attend(h))
     yield SassCase("select 65536", lambda: select(65536))
+    yield SassCase(
+        "route 384",
+        lambda: routing.route(
+            floats(8, 384), floats(384), ints(8), k=6, scale=1.5, temperature=1.0
+        ),
+    )
+    rows = meta(8, 24, dtype=torch.int64)
+    table = meta(1000, 256), meta(1000, 8)
+    yield SassCase("engram rows", lambda: engram.gather_rows(*table, rows))
+    kv = meta(8, 25600, dtype=torch.bfloat16)
+    yield SassCase(
+        "engram injection", lambda: engram.inject(x, kv, floats(4, 5120), norm_eps=1e-20)
+    )
+    one = meta(8, dtype=torch.int64)
+    temperature = meta(8, dtype=torch.float64)
+    yield SassCase("tokens", lambda: sample.pick_tokens(floats(8, 129280), temperature, one, one))
 
 
 def select(entries: int) -> object:
