@@ -125,7 +125,7 @@ def test_a_call_as_the_model_was_shown_it_may_be_written(
     """DeepSeek's own rendering of a call is allowed, token by token, unless a string of it is
     written in the other, equally valid way."""
     arguments = data.draw(values(schema, schema))
-    if "additionalProperties" not in schema and schema["properties"]:
+    if "additionalProperties" not in schema:
         arguments.pop("other", None)  # only what the tool lists is offered then
     grammar = calls([CallTool(name="f", parameters=schema)], family)
     more = schema.get("additionalProperties", {})
@@ -233,6 +233,24 @@ def test_raw_text_ends_at_its_tag_only(text: str) -> None:
     matcher = calls([CallTool(name="f", parameters=schema)]).matcher()
     assert all(matcher.advance(i) for i in ids) and matcher.is_finished
     assert parsed(ids) == [("f", {"a": text})]
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed"),
+    [
+        ({}, True),
+        ({"type": "object"}, True),
+        ({"type": "object", "properties": {}}, False),
+        ({"properties": {}, "additionalProperties": True}, True),
+        ({"properties": {"b": {}}}, False),
+        (None, False),
+    ],
+)
+def test_parameters_that_are_not_listed(schema: dict[str, Any] | None, allowed: bool) -> None:
+    matcher = calls([CallTool(name="f", parameters=schema)]).matcher()
+    assert all([matcher.advance(i) for i in as_written("f", {"a": 1}, "v4.1", DEMO)]) is allowed
+    matcher = calls([CallTool(name="f", parameters=schema)]).matcher()
+    assert all([matcher.advance(i) for i in as_written("f", {}, "v4.1", DEMO)])
 
 
 def test_further_parameters_do_not_take_a_listed_name() -> None:

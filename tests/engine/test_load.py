@@ -11,9 +11,11 @@ from deepdraft.checkpoint.reader import Checkpoint
 from deepdraft.checkpoint.writer import write_checkpoint
 from deepdraft.config import EngineConfig
 from deepdraft.engine.engine import Engine
-from deepdraft.engine.load import LoadedModel, load_engine
+from deepdraft.engine.load import LoadedModel, load_engine, read_calibrations
 from deepdraft.engine.runner import Runner
+from deepdraft.engine.speculate import Speculation
 from deepdraft.errors import CheckpointError, ConfigError
+from deepdraft.spec.schedule import FixedSchedule, ThresholdSchedule
 from deepdraft.types import GenerateRequest, SamplingParams
 from tests.checkpoint.tiny import patch_tensor, random_tensors, tiny_config
 from tests.server.toy import tokenizer_file
@@ -168,3 +170,53 @@ def test_a_checkpoint_gets_the_model_of_its_family(folder: str, name: str) -> No
     sequence = runner.open_sequence()
     logits = runner.prefill(sequence, [1, 2, 3], final=True)
     assert logits is not None and logits.shape == (runner.vocab_size,)
+
+
+def test_speculation_is_set_up_as_asked(checkpoint: Path, tmp_path: Path) -> None:
+    def load(**options: object) -> Speculation:
+        fields = {"max_running": 1, "max_context": 128, **options}
+        loaded = load_engine(checkpoint, EngineConfig(**fields)).speculation  # type: ignore[arg-type]
+        assert loaded is not None
+        return loaded
+
+    by_cost = load()
+    assert by_cost.costs is not None and by_cost.schedule is None and by_cost.rule == "coupled"
+    assert by_cost.costs.verify.step_ms(1) <= by_cost.costs.verify.step_ms(16)
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps(by_cost.costs.to_dict()))
+    assert load(cost_table=str(file)).costs == by_cost.costs
+    assert load(schedule="threshold", draft_threshold=0.2).schedule == ThresholdSchedule(
+        threshold=0.2
+    )
+    assert load(schedule="all", drafts=3).schedule == FixedSchedule(num_drafts=3)
+    off = load_engine(checkpoint, EngineConfig(max_context=128, drafts=0))
+    assert off.speculation == Speculation() and off.runner.block_size == 0  # type: ignore[attr-defined]
+    assert load(rule="block").rule == "block"
+    for text, message in (
+        ("{", "cannot be read as JSON"),
+        ("[]", "must hold an object"),
+        ("{}", "costs: tables verify and draft are needed"),
+        ('{"verify": {"rows": [2, 1], "ms": [[1, 2]]}, "draft": {}}', "rows must rise"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            load(cost_table=str(file))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(cost_table=str(tmp_path / "none"))
+
+
+def test_a_checkpoint_brings_its_calibration(copied: Path) -> None:
+    assert read_calibrations(copied) == {}
+    file = copied / "speculation.json"
+    file.write_text('{"calibrations": {"block": {"temperatures": [2.0], "means": [0.5]}}}')
+    assert read_calibrations(copied)["block"].apply([2.0]) == pytest.approx([0.7310586])
+    for text, message in (
+        ('{"calibrations": {"best": {}}}', "one entry per rule"),
+        ('{"calibrations": []}', "one entry per rule"),
+        ('{"calibrations": {"block": {"temperatures": [0]}}}', "temperatures must be > 0"),
+        ('{"calibrations": {"block": {}}}', "a list of temperatures is needed"),
+        (" " * (1 << 20) + "{}", "larger than 1048576 bytes"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            load_engine(copied, OPTIONS)
