@@ -299,10 +299,11 @@ class Engine:
         end = time.perf_counter()
         accepted = [outcome.num_accepted for _, outcome in judged]
         self.speculator.learn([block for block, _ in judged], accepted, 1e3 * (end - begin))
+        # Before the answers go out, so that who has one finds its steps counted.
+        self._count_step([block for block, _ in judged], accepted, (begin, drafted, stepped, end))
         for block, outcome in judged:
             self._apply(block, outcome)
-        times = (begin, drafted, stepped, end, time.perf_counter())
-        self._count_step([block for block, _ in judged], accepted, times)
+        self.counters.add(f"{STEP_PARTS[-1]}_us", round(1e6 * (time.perf_counter() - end)))
 
     def _count_step(
         self, blocks: Sequence[Block], accepted: Sequence[int], times: tuple[float, ...]
@@ -316,7 +317,7 @@ class Engine:
         add("spec_verified", sum(len(b.token_ids) for b in blocks))
         for num_accepted in accepted:
             add(f"spec_accepted_{num_accepted}")
-        for name, (start, end) in zip(STEP_PARTS, pairwise(times), strict=True):
+        for name, (start, end) in zip(STEP_PARTS[:-1], pairwise(times), strict=True):
             add(f"{name}_us", round(1e6 * (end - start)))
 
     def _isolate(self, requests: tuple[Request, ...], error: Exception) -> None:

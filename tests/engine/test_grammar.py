@@ -96,8 +96,13 @@ class Walker:
             ]
         )
 
-    def walk(self, matcher: Matcher, seed: int, most: int = 300) -> list[int] | None:
-        """The tokens of a whole answer without its end, None where there was none in `most`."""
+    def walk(
+        self, matcher: Matcher, seed: int, most: int = 300, *, calls: bool = False
+    ) -> list[int] | None:
+        """The tokens of a whole answer without its end, None where there was none in `most`.
+
+        `calls`: what ends is raw text in a call, not a JSON string.
+        """
         rng = np.random.default_rng(seed)
         eos = matcher.grammar.compiler.eos_token_id
         out: list[int] = []
@@ -109,7 +114,8 @@ class Walker:
             scores = rng.gumbel(size=mask.shape[0])
             if len(out) > 24:
                 scores[self.closers] += 12
-                scores[self.enders] += 18
+                if calls:
+                    scores[self.enders] += 18
                 scores[eos] += 20
             scores[~mask] = -np.inf
             token_id = int(scores.argmax())
@@ -155,7 +161,12 @@ def test_every_valid_value_may_be_written(
 
 def test_walks_end() -> None:
     """The walks above prove something: most of them come to an end, and they differ."""
-    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     grammar = compiled(schema)
     texts = [WALKER.walk(grammar.matcher(), seed) for seed in range(40)]
     assert sum(out is not None for out in texts) >= 30

@@ -92,7 +92,7 @@ def test_every_call_validates(
         assume("allows nothing" not in error.message and "Unsatisfiable" not in error.message)
         raise
     for i in range(3):
-        out = WALKER.walk(grammar.matcher(), seed + i, most=500)
+        out = WALKER.walk(grammar.matcher(), seed + i, most=500, calls=bool(i % 2))
         if out is None:
             continue
         for name, arguments in parsed(out):
@@ -194,7 +194,7 @@ def test_tokenizers_and_families(family: Family, tokenizer: Tokenizer) -> None:
     walker = Walker(tokenizer)
     seen = set[str]()
     for seed in range(30):
-        out = walker.walk(grammar.matcher(), seed, most=200)
+        out = walker.walk(grammar.matcher(), seed, most=200, calls=True)
         seen |= {name for name, _ in parsed(out, tokenizer)} if out is not None else set()
         if seen == {"weather", "stop"}:
             return
@@ -217,7 +217,7 @@ def test_arguments_that_are_not_enforced_are_well_formed() -> None:
     grammar = calls([CallTool(name="f", parameters={"not": {}}, enforced=False)])
     num_parameters = 0
     for seed in range(30):
-        out = WALKER.walk(grammar.matcher(), seed, most=600)
+        out = WALKER.walk(grammar.matcher(), seed, most=600, calls=True)
         if out is not None:
             for name, arguments in parsed(out):
                 assert name == "f" and isinstance(arguments, dict)
