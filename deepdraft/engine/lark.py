@@ -237,7 +237,8 @@ def _arguments(
     if schema.get("type", "object") != "object":
         raise RequestError("the parameters of a function are an object")
     properties, required = schema.get("properties", {}), schema.get("required", [])
-    more = schema.get("additionalProperties", {} if not properties else None)
+    # An empty list of properties is how a function without parameters is written.
+    more = schema.get("additionalProperties", None if "properties" in schema else {})
     if not isinstance(properties, Mapping) or not isinstance(required, list):
         raise RequestError("properties must be an object and required a list")
     properties = dict(properties)
