@@ -312,7 +312,7 @@ class Engine:
         add("decode_steps")
         add("decode_rows", sum(len(b.rows) for b in blocks))
         add("spec_steps", len(blocks))
-        add("spec_drafted_steps", sum(b.num_drafted > 0 for b in blocks))
+        add("spec_drafted_steps", sum(b.drafted for b in blocks))
         add("spec_drafts", sum(b.num_drafted for b in blocks))
         add("spec_verified", sum(len(b.token_ids) for b in blocks))
         for num_accepted in accepted:

@@ -41,6 +41,8 @@ from deepdraft.spec.verify import verify
 from deepdraft.telemetry import logger
 from deepdraft.types import Rule
 
+HOPELESS = 0.05
+"""A draft less likely to stand than this is worth no row on any machine; by cost, drafting ends."""
 MAX_STEP_ROWS = 96
 """Rows of one step; up to so many are proven to have the same bits alone and together."""
 
@@ -91,6 +93,8 @@ class Block:
         self.token_ids: list[int] = []
         self.laws: list[Law] | None = None if request.rule == "coupled" else []
         self.raw: list[float] = []
+        self.drafted = False
+        """The drafter ran for it."""
         self.num_drafted = 0
         """Drafts before the schedule cut them."""
         self.error: DeepdraftError | None = None
@@ -253,6 +257,7 @@ class Speculator:
             wanting = [block for block in wanting if block.request.gate.wants_draft()]
         if wanting:
             for block, rows in self._begin(wanting):
+                block.drafted = True
                 try:
                     self._fill(block, rows)
                 except Exception:
@@ -286,8 +291,14 @@ class Speculator:
         stops = request.source.stop_token_ids
         dice = KeyedDice(request.source.sampling.seed, block.start)
         previous = request.output_ids[-1]
+        survival = 1.0
         for i in range(min(len(drafts), self._most_drafts(request))):
             logits_V, raw = drafts.refine(i, previous)
+            if self._by_cost:
+                # A confidence knows the drafts before its own only: a legal end of the block.
+                survival *= self._confidences(block, raw)[i]
+                if survival < HOPELESS:
+                    break
             row = block.rows[-1]
             top = self._sampler.tops(logits_V.unsqueeze(0))[0]
             if not math.isfinite(top[0]):
@@ -327,9 +338,9 @@ class Speculator:
         for block, num_drafts in zip(blocks, allocation.num_drafts, strict=True):
             block.cut(num_drafts)
 
-    def _confidences(self, block: Block) -> tuple[float, ...]:
+    def _confidences(self, block: Block, *more: float) -> tuple[float, ...]:
         calibration = self.options.calibrations.get(block.request.rule) or Calibration()
-        return calibration.apply(block.raw)
+        return calibration.apply([*block.raw, *more])
 
     def _expected(self, block: Block) -> float:
         """How many of the verified drafts should stand."""
@@ -341,7 +352,7 @@ class Speculator:
 
     def _draft_ms(self, blocks: Sequence[Block]) -> float:
         costs = self.options.costs
-        drafting = [b for b in blocks if b.num_drafted]
+        drafting = [b for b in blocks if b.drafted]
         if costs is None or not drafting:
             return 0.0
         sampled = sum(b.num_drafted for b in drafting if b.request.source.sampling.temperature)
@@ -406,7 +417,7 @@ class Speculator:
         for block, num_accepted in zip(blocks, accepted, strict=True):
             record = block.request.record
             record.ms += ms
-            record.drafted_steps += block.num_drafted > 0
+            record.drafted_steps += block.drafted
             record.drafts += block.num_drafted
             record.verified += len(block.token_ids)
             record.histogram[num_accepted] += 1
@@ -419,9 +430,9 @@ class Speculator:
         plain_ms = table.step_ms(len(blocks), load)
         step_ms = table.step_ms(len(blocks) + verified, load)
         draft_ms = self._draft_ms(blocks)
-        drafting = sum(b.num_drafted > 0 for b in blocks)
+        drafting = sum(b.drafted for b in blocks)
         for block, num_accepted in zip(blocks, accepted, strict=True):
-            if block.num_drafted:
+            if block.drafted:
                 extra = (step_ms - plain_ms) * len(block.token_ids) / max(1, verified)
                 own = plain_ms / len(blocks)
                 block.request.gate.record(1 + num_accepted, own + extra + draft_ms / drafting, own)

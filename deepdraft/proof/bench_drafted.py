@@ -20,7 +20,7 @@ def drafted(
     *,
     prompts: str | None = None,
     num_prompts: int | None = None,
-    tokens: int = 128,
+    tokens: int = 200,
     runs: int = 5,
     numerics: str = "exact",
     temperature: float = 0.0,

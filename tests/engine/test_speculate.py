@@ -469,3 +469,15 @@ def test_the_observer_sees_every_block() -> None:
     assert len(seen) == stats.steps + 1 and seen[0] == (0, 0)
     assert sum(n for n, _ in seen) == stats.verified
     assert np.array_equal(np.bincount([a for _, a in seen[1:]]), np.array(stats.histogram))
+
+
+def test_by_cost_hopeless_drafts_are_not_even_made() -> None:
+    runner = DraftingRunner(lambda p: [20] * 100)
+    runner.confidence = -6.0
+    made: list[int] = []
+    runner.refine_fault = lambda s, i: made.append(i)
+    with serving(runner, speculation=SCHEDULES["cost"]) as engine:
+        stats = list(engine.generate(ask(max_new_tokens=60)))[-1].stats
+    assert stats is not None and stats.drafts == stats.verified == 0
+    # Each trial asks for one confidence; it still counts as a trial, so the gate pauses.
+    assert 2 <= len(made) == stats.drafted_steps <= 4 and set(made) == {0}
