@@ -1,16 +1,22 @@
 """Compile the kernels for sm_90 without a GPU and report what the compiler made of them.
 
     python bench/kernels_sass.py [--json FILE] [--only NAME]
+    python -O bench/kernels_sass.py --tests [--only MODULE]
 
 Every case calls the real launch function with tensors that have a shape but no storage (device
 meta), so what is compiled is what would run. Per kernel: registers, spill bytes, shared memory,
 machine instructions of the main loop, and for the weight products lane instructions per weight
 (budgets of an H200 at 4.3 TB/s: 4.1 for MXFP4, 7.8 for FP8). Needs torch, triton, nothing else.
+
+--tests compiles every launch of tests/kernels instead (small and odd shapes; nothing is computed,
+so -O leaves out their asserts) and reports what does not compile.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import json
 import re
 import subprocess
@@ -61,6 +67,55 @@ def capture(compiled: list) -> None:
     assert CUDABackend.supports_target(TARGET)
 
 
+def compile_tests(only: str) -> int:
+    """Every launch of the kernel tests; the number of those that do not compile."""
+    import types
+
+    import kernels_gpu
+    import mini_pytest
+    import torch
+
+    from deepdraft.kernels import runtime
+
+    assert not __debug__, "run with python -O: asserts about values that are not computed"
+    mini_pytest.install()
+    stub = types.ModuleType("tests.kernels.interpreter")
+    stub.DEVICE = "cpu"
+    sys.modules["tests.kernels.interpreter"] = stub
+    runtime.check = lambda *tensors: tensors[0].device
+    torch.testing.assert_close = lambda *args, **kwargs: None
+    compiled: list = []
+    capture(compiled)
+    run, broken = JITFunction.run, []
+
+    def keep_going(self, *args, **kwargs):
+        try:
+            return run(self, *args, **kwargs)
+        except Exception as e:
+            shown = {k: v for k, v in kwargs.items() if isinstance(v, int | str)}
+            broken.append(f"{self.fn.__name__} {shown}: {str(e)[:200]}")
+
+    JITFunction.run = keep_going
+    for name in kernels_gpu.MODULES:
+        if only in name:
+            before = len(compiled)
+            with open("/dev/null", "w") as nowhere, contextlib.redirect_stdout(nowhere):
+                result = mini_pytest.run(importlib.import_module(f"tests.kernels.{name}"))
+            print(
+                f"{name:18} {len(compiled) - before} launches compiled in {result['seconds']} s; "
+                f"tests that stopped early: {result['failed']}",
+                flush=True,
+            )
+    spilling = set()
+    for name, kernel, _ in compiled:
+        if kernel.hash not in spilling and inspect(kernel)["spills"]:
+            spilling.add(kernel.hash)
+            print(f"spills: {name}")
+    for line in sorted(set(broken)):
+        print(f"BROKEN {line}")
+    return len(broken)
+
+
 def inspect(kernel) -> dict:
     """Registers, spills and the main loop's instructions of one compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -99,7 +154,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--tests", action="store_true", help="compile the launches of the tests")
     args = parser.parse_args()
+    if args.tests:
+        sys.exit(bool(compile_tests(args.only)))
     from kernel_cases import sass_cases
 
     compiled: list = []
