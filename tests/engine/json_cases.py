@@ -203,12 +203,23 @@ def is_kind(value: Any, kind: str) -> bool:
     return {
         "null": value is None,
         "boolean": isinstance(value, bool),
-        "integer": number and value == int(value),
+        "integer": number and _is_whole(value),
         "number": number,
         "string": isinstance(value, str),
         "array": isinstance(value, list),
         "object": isinstance(value, dict),
     }[kind]
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) or value == value.to_integral_value()
+
+
+def _decimal(text: str) -> Decimal:
+    """A number exactly, but for exponents of more than four digits, which are only large."""
+    digits, _, exponent = text.lower().partition("e")
+    short = exponent if len(exponent) <= 5 else exponent[:5]
+    return Decimal(f"{digits}e{short}" if exponent else digits)
 
 
 def read(text: str) -> Any:
@@ -217,7 +228,7 @@ def read(text: str) -> Any:
     def refuse(name: str) -> Any:
         raise ValueError(name)
 
-    return json.loads(text, parse_float=Decimal, parse_constant=refuse)
+    return json.loads(text, parse_float=_decimal, parse_constant=refuse)
 
 
 def valid(value: Any, schema: Any, root: Schema) -> bool:
@@ -261,7 +272,7 @@ def _valid_number(value: Decimal, schema: Schema) -> bool:
         value >= Decimal(str(schema.get("minimum", "-Infinity")))
         and value <= Decimal(str(schema.get("maximum", "Infinity")))
         and value < Decimal(str(schema.get("exclusiveMaximum", "Infinity")))
-        and ("multipleOf" not in schema or value % Decimal(str(schema["multipleOf"])) == 0)
+        and ("multipleOf" not in schema or int(value) % schema["multipleOf"] == 0)
     )
 
 
