@@ -215,6 +215,8 @@ def gemv(
     if (kind == "bf16" and x_scales is not None) or w.kind == "fp4":
         raise ValueError(f"{w.kind} weights do not go with {type(x).__name__} here")
     device = check(values, w.values)
+    if w.plan.split > 1 and w.arrivals.numel() < w.values.shape[0] * pad // ROW_TILE:
+        raise ValueError(f"{pad} rows are more than this matrix has arrival counters for")
     plan, tiles = w.plan, w.values.shape[0]
     y = torch.empty(pad, w.rows, dtype=dtype, device=device)
     if plan.split > 1:

@@ -134,5 +134,9 @@ def test_wrong_operands_are_refused():
         gemv.quantize_rows(rows_of(3, 96, seed=0))
     with pytest.raises(ValueError, match="matrix of 64 x 96"):
         gemv.gemv(gemv.quantize_rows(rows_of(8, 64, seed=0)), w)
+    split, _, _ = fp8_weight((32, 96, 3))
+    with pytest.raises(ValueError, match="arrival counters"):
+        codes = torch.zeros(136, 96, dtype=torch.uint8, device=DEVICE)
+        gemv.gemv(gemv.QuantRows(codes, torch.ones(3, 136, device=DEVICE)), split)
     with pytest.raises(ValueError, match="contiguous"):
         gemv.quantize_rows(rows_of(32, 8, seed=0).t())

@@ -67,8 +67,9 @@ def scores_of(kind, rows, count, seed=0):
     if kind == "smooth":
         scores = torch.randn(rows, count, generator=generator)
     elif kind == "ties":
-        scores = torch.randint(-2, 3, (rows, count), generator=generator) * 0.5
-        scores[scores == 0] *= -1  # both zeros
+        # The best are zeros of both signs, which are equal; the cut lies among them.
+        scores = torch.randint(-2, 1, (rows, count), generator=generator) * 0.5
+        scores[:, ::2] = scores[:, ::2].abs() * -1.0
     elif kind == "equal":
         scores = torch.full((rows, count), -1.25)
     else:  # values that differ in their lowest bits only

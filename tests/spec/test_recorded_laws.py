@@ -41,7 +41,7 @@ def test_no_rule_is_rejected() -> None:
 def test_no_rule_is_rejected_at_full_size() -> None:
     report = recorded_laws.check(RECORDED, num_trials=200_000, num_blocks=1)
     assert report["rejected"] == 0, report["smallest_p_value"]
-    assert max(t["power"] for t in report["tests"]) > 0.99
+    assert sum(t["power"] > 0.99 for t in report["tests"]) >= 20, "too few trials to tell"
 
 
 def test_block_never_expects_fewer_drafts() -> None:
