@@ -101,7 +101,7 @@ def pooled(now_ptr, before_ptr, at, mask, C):
 def entry_kernel(
     x_ptr, pending_ptr, before_ptr, keep_ptr, norm_ptr, cos_ptr, sin_ptr, dest_ptr,
     cache_ptr, latent_ptr,
-    C, PAIRS, X_STRIDE, RECORD, NORM_EPS,
+    C, PAIRS, X_STRIDE, X_START, RECORD, NORM_EPS,
     HALF: tl.constexpr, GP: tl.constexpr, FORMAT: tl.constexpr, POOL: tl.constexpr,
     LATENT: tl.constexpr,
 ):  # fmt: skip
@@ -110,7 +110,7 @@ def entry_kernel(
     g, i = tl.arange(0, GP), tl.arange(0, HALF)
     at = g[:, None] * (2 * HALF) + 2 * i[None, :]
     inside = at < C
-    x_ptr += wide * X_STRIDE
+    x_ptr += wide * X_STRIDE + X_START
     if POOL:
         before = tl.load(before_ptr + row)
         if before >= 0:
@@ -157,11 +157,12 @@ def write_entries(
     norm_eps: float,
     pending: tuple[Tensor, Tensor, Tensor] | None = None,
     latent: bool = False,
+    start: int = 0,
 ) -> Tensor | None:
     """Norm, rotate and pack rows into `cache` (contract: ops.cache.entry).
 
-    kind "window", "main" or "index"; x bfloat16 or float32 [R, >= C], its first C columns; norm
-    float32 [C]; cos, sin float32 [R, P]; dest int32 [R]: row of the cache, -1 where none is
+    kind "window", "main" or "index"; x bfloat16 or float32 [R, >= start + C], its columns start..;
+    norm float32 [C]; cos, sin float32 [R, P]; dest int32 [R]: row of the cache, -1 where none is
     written; cache uint8 [N, bytes]. Two rows of one call must not share a dest. `latent`: return
     the normed values before rotation, bfloat16 [R, C].
 
@@ -176,7 +177,11 @@ def write_entries(
             f"a {kind} cache of {channels} channels has records of "
             f"{record_bytes(kind, channels)} bytes, got {cache.shape}"
         )
-    if channels % 32 or 2 * pairs > channels or stride < channels * (1 if pending is None else 2):
+    if (
+        channels % 32
+        or 2 * pairs > channels
+        or stride < start + channels * (1 if pending is None else 2)
+    ):
         raise ValueError(f"{channels=} (multiple of 32), {pairs=} and {x.shape=} do not fit")
     ring, before, keep = pending or (x, dest, dest)
     device = check(x, norm, cos, sin, dest, cache, ring, before, keep)
@@ -185,7 +190,7 @@ def write_entries(
     launch(
         entry_kernel, (rows,),
         x, ring, before, keep, norm, cos, sin, dest, cache, cache if out is None else out,
-        channels, pairs, stride, cache.shape[1], norm_eps,
+        channels, pairs, stride, start, cache.shape[1], norm_eps,
         HALF=half, GP=next_power(channels // (2 * half)), FORMAT=_FORMATS[kind],
         POOL=pending is not None, LATENT=latent, num_warps=2,
     )  # fmt: skip

@@ -233,6 +233,7 @@ def boundary(
     shared: Tensor | None = None,
     coef: Tensor | None = None,
     pre: Tensor | None = None,
+    hidden_out: Tensor | None = None,
     norm_eps: float = 0.0,
 ) -> tuple[Tensor, Tensor | None, QuantRows | None]:
     """From one sublayer to the next (contract: ops.boundary.boundary).
@@ -240,10 +241,11 @@ def boundary(
     x bfloat16 [R, S, D]; y bfloat16 [R, D], or [R, K, D] picks with the `shared` expert [R, D];
     coef float32 [R, M]; norm float32 [D]. Returns the new streams, the next sublayer's input
     bfloat16 [R, D] and the same in FP8. Without `y`: no expand. Without `norm`: no collapse. `pre`
-    [R, S] collapses where it is not coef's.
+    [R, S] collapses where it is not coef's. `hidden_out` bfloat16 [R, D] receives the collapsed
+    state before its norm.
     """
     rows, streams, hidden = x.shape
-    given = [t for t in (x, norm, y, shared, coef, pre) if t is not None]
+    given = [t for t in (x, norm, y, shared, coef, pre, hidden_out) if t is not None]
     device = check(*given)
     if rows % ROW_TILE or hidden % GROUP:
         raise ValueError(f"streams must be [multiple of 8, S, multiple of 32]: {x.shape}")
@@ -255,8 +257,10 @@ def boundary(
         raise ValueError("a collapse needs pre or coef")
     out = torch.empty_like(x) if y is not None else x
     collapse = norm is not None
-    h = torch.empty(rows, hidden, dtype=torch.bfloat16, device=device) if collapse else x
-    u = torch.empty_like(h) if collapse else x
+    h = u = x
+    if collapse:
+        u = torch.empty(rows, hidden, dtype=torch.bfloat16, device=device)
+        h = torch.empty_like(u) if hidden_out is None else hidden_out
     codes = torch.empty(rows, hidden, dtype=torch.uint8, device=device) if collapse else x
     shape = (hidden // GROUP, rows)
     scales = torch.empty(shape, dtype=torch.float32, device=device) if collapse else x
