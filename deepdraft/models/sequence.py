@@ -77,6 +77,10 @@ class SequencePool:
             raise StateError(f"all {self.num_sequences} sequences of the state pool are in use")
         return Sequence(self, self._free.pop())
 
+    def restore(self, saved: SavedSequence) -> Sequence:
+        """A saved sequence with its bits as they were; StateError when all are taken."""
+        return saved.marks._copy_to(self.open(), saved.rows)
+
     def close(self, sequence: Sequence) -> None:
         """Give a sequence's rows back; it must not be used afterwards."""
         if sequence.slot < 0:
@@ -202,16 +206,43 @@ class Sequence:
 
     def clone(self) -> Sequence:
         """A second sequence with the same tokens and a copy of every row."""
-        other = self.pool.open()
-        for kind in self.pool.kinds.values():
-            size = self.pool.entries[kind.name]
+        return self._copy_to(self.pool.open(), self._rows())
+
+    def save(self) -> SavedSequence:
+        """A copy in host memory for `SequencePool.restore`; this sequence may then be closed."""
+        rows = [rows.to("cpu", copy=True) for rows in self._rows()]
+        return SavedSequence(self._copy_to(Sequence(self.pool, -1), []), rows)
+
+    def _rows(self) -> list[Tensor]:
+        """Views of all rows that were ever written and may still count."""
+        views = []
+        for name, kind in self.pool.kinds.items():
+            size = self.pool.entries[name]
             live = size if kind.ring else min(size, -(-self.written // kind.ratio))
-            rows = self.pool.rows[kind.name]
-            a, b = self.slot * size, other.slot * size
-            rows[:, b : b + live] = rows[:, a : a + live]
+            views.append(self.pool.rows[name][:, self.slot * size : self.slot * size + live])
+        return views
+
+    def _copy_to(self, other: Sequence, rows: list[Tensor]) -> Sequence:
         other.token_ids = list(self.token_ids)
         other.written = self.written
+        if rows:
+            with torch.inference_mode():
+                for target, source in zip(other._rows(), rows, strict=True):
+                    target.copy_(source)
         return other
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSequence:
+    """A sequence outside of its pool: its tokens, without a slot, and its rows."""
+
+    marks: Sequence
+    rows: list[Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the rows."""
+        return sum(rows.nbytes for rows in self.rows)
 
 
 @dataclass(slots=True)

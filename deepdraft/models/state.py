@@ -105,6 +105,10 @@ class StatePool:
         self._clear_masked_rows(slot)
         return SequenceState(self, slot)
 
+    def restore(self, saved: SavedState) -> SequenceState:
+        """A saved sequence with its bits as they were; StateError when all are taken."""
+        return saved.marks._copy_to(self.open(), saved.rows)
+
     def _clear_masked_rows(self, slot: int) -> None:
         """Zero what a new sequence reads under a mask before it writes: its ring, and the entry
         that empty places of a selection point to. A weight of 0 does not hide a NaN or an infinity
@@ -312,19 +316,38 @@ class SequenceState:
         self.tail = None
         self.origin = "encoder-replayed"
 
+    # ---- copies ----------------------------------------------------------------------------
+
     def clone(self) -> SequenceState:
         """A second sequence with the same tokens and a copy of every row."""
-        pool = self.pool
-        other = pool.open()
+        return self._copy_to(self.pool.open(), self._rows())
+
+    def save(self) -> SavedState:
+        """A copy in host memory for `StatePool.restore`; this sequence may then be closed."""
+        saved = SavedState(self.pool, [rows.to("cpu", copy=True) for rows in self._rows()])
+        self._copy_marks(saved.marks)
+        return saved
+
+    def _rows(self) -> list[torch.Tensor]:
+        """Views of all rows that count at the present length."""
+        pool, a = self.pool, self.slot
         ring, pending = pool.ring, pool.pending_ring
-        a, b = self.slot, other.slot
-        pool.window[:, b * ring : (b + 1) * ring] = pool.window[:, a * ring : (a + 1) * ring]
+        views = [pool.window[:, a * ring : (a + 1) * ring]]
         for source, size in pool.entries.items():
             live = self.num_tokens // pool.ratios[source]
             for rows in (pool.main[source], pool.index[source]):
-                rows[b * size : b * size + live] = rows[a * size : a * size + live]
-        for rows in pool.pending.values():
-            rows[b * pending : (b + 1) * pending] = rows[a * pending : (a + 1) * pending]
+                views.append(rows[a * size : a * size + live])
+        views += [rows[a * pending : (a + 1) * pending] for rows in pool.pending.values()]
+        return views
+
+    def _copy_to(self, other: SequenceState, rows: list[torch.Tensor]) -> SequenceState:
+        self._copy_marks(other)
+        with torch.inference_mode():
+            for target, source in zip(other._rows(), rows, strict=True):
+                target.copy_(source)
+        return other
+
+    def _copy_marks(self, other: SequenceState) -> None:
         other.token_ids = list(self.token_ids)
         for name in (
             "decoder_tokens",
@@ -338,4 +361,17 @@ class SequenceState:
             "origin",
         ):
             setattr(other, name, getattr(self, name))
-        return other
+
+
+class SavedState:
+    """A sequence outside of its pool."""
+
+    def __init__(self, pool: StatePool, rows: list[torch.Tensor]) -> None:
+        self.rows = rows
+        self.marks = SequenceState(pool, -1)
+        """Its tokens and counters, without rows."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the rows."""
+        return sum(rows.nbytes for rows in self.rows)

@@ -149,13 +149,23 @@ def test_rejected_drafts(name: str, data: st.DataObject, load: Load, one_shot: A
     assert_same((torch.cat(logits), snapshot(sequence)), (whole[n - 30 :], state))
 
 
+@pytest.mark.parametrize("saved", [False, True])
 @pytest.mark.parametrize("name", SETS)
-def test_clone_goes_its_own_way(name: str, load: Load, one_shot: Any) -> None:
+def test_clone_goes_its_own_way(name: str, saved: bool, load: Load, one_shot: Any) -> None:
     model, text, n = load(name), text_of(name), length(name)
     pool = model.new_pool(3, 400 if n > 128 else 120, slack=16)
     sequence = pool.open()
     model.prefill(sequence, text[: n - 9])
-    copy = sequence.clone()
+    if saved:
+        kept = sequence.save()
+        pool.close(sequence)
+        used = pool.open()
+        model.prefill(used, text[5 : n - 20])
+        pool.close(used)
+        copy, sequence = pool.restore(kept), pool.open()
+        assert kept.nbytes > 0
+    else:
+        copy = sequence.clone()
     model.step([(sequence, [7, 8, 9])])
     out = [model.step([(copy, [token])]).logits for token in text[n - 9 : n]]
     assert_same((torch.cat(out), snapshot(copy)), (one_shot(name)[0][n - 9 :], one_shot(name)[1]))

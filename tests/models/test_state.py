@@ -166,11 +166,20 @@ def test_truncate_to_nothing_starts_again(model: DeepseekV41, text: list[int]) -
 # ---- clone ---------------------------------------------------------------------------------
 
 
+def saved_copy(state: SequenceState) -> SequenceState:
+    """By way of the host, into another slot."""
+    return state.pool.restore(state.save())
+
+
+COPIES = {"clone": SequenceState.clone, "save": saved_copy}
+
+
+@pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("n", [9, 50, 121])
-def test_clone_goes_its_own_way(n: int, model: DeepseekV41, text: list[int]) -> None:
+def test_clone_goes_its_own_way(n: int, how: str, model: DeepseekV41, text: list[int]) -> None:
     state = prefilled(model, text, n)
     state.pool.close(prefilled_in(model, state.pool, text[30:90]))  # the clone gets used rows
-    other = state.clone()
+    other = COPIES[how](state)
     assert_same(snapshot(state), snapshot(other))
     before = snapshot(state)
     step(model, other, [4, 5, 6])
@@ -187,10 +196,32 @@ def prefilled_in(model: DeepseekV41, pool: StatePool, text: list[int]) -> Sequen
     return state
 
 
-def test_clone_in_the_middle_of_encoder_prefill(model: DeepseekV41, text: list[int]) -> None:
+@pytest.mark.parametrize("n", [1, 17, 60])
+def test_a_saved_sequence_outlives_its_slot(n: int, model: DeepseekV41, text: list[int]) -> None:
+    """Saved, its slot used by another one with other tokens, restored there: the same bits."""
+    pool = model.new_pool(1, 161, slack=16)
+    state = prefilled_in(model, pool, text[:n])
+    before, saved = snapshot(state), state.save()
+    assert saved.nbytes == sum(rows.nbytes for rows in saved.rows) > 0
+    pool.close(state)
+    pool.close(prefilled_in(model, pool, text[30:90]))
+    again = pool.restore(saved)
+    assert_same(snapshot(again), before)
+    with pytest.raises(StateError, match="in use"):
+        pool.restore(saved)
+    twin = prefilled(model, text, n)
+    for token in text[n : n + 4]:
+        assert torch.equal(step(model, again, [token]), step(model, twin, [token]))
+        assert draft(model, again, token)[0] == draft(model, twin, token)[0]
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_clone_in_the_middle_of_encoder_prefill(
+    how: str, model: DeepseekV41, text: list[int]
+) -> None:
     state = model.new_pool(2, 161, slack=16).open()
     model.prefill(state, text[:45], mode="encoder", final=False)
-    other = state.clone()
+    other = COPIES[how](state)
     a = model.prefill(state, text[45:70], mode="encoder", feed_drafter=True)
     b = model.prefill(other, text[45:70], mode="encoder", feed_drafter=True)
     assert torch.equal(a.logits, b.logits)  # type: ignore[arg-type]
