@@ -39,6 +39,8 @@ class SpeculationParams:
     """At most so many drafts a step, never more than the server's; 0: none."""
     report: bool = False
     """The response shows the counters."""
+    steps: bool = False
+    """Events say how each step went (`StepTrace`)."""
 
 
 class TokenMatcher(Protocol):
@@ -118,6 +120,37 @@ class DecodeStats:
         return self.drafts - self.verified
 
 
+Origin = Literal["accepted", "corrected", "bonus", "plain"]
+"""How a token came: a draft that stood, the target's own token in place of one that fell, the one
+behind a block that stood as a whole, or without drafts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTrace:
+    """One request's part of one step. Made only for requests that ask for `steps`."""
+
+    index: int
+    """0: the prompt, which gives one token; from 1: steps of decoding."""
+    rows: int
+    """Its last token and the drafts that were verified."""
+    drafted: int
+    """Drafts made, those that the schedule then left out included."""
+    accepted: int
+    ms: float = field(compare=False)
+    """The whole step, which requests share; for the prompt, since the request got its memory."""
+    draft_ms: float = field(compare=False)
+    """What of it the drafter took."""
+    origins: tuple[Origin, ...]
+    """Of the event's tokens, as the next two."""
+    confidences: tuple[float | None, ...]
+    """What was expected of a draft: to stand if those before it do. None: no draft."""
+    probabilities: tuple[float, ...]
+    """In the model's own law: before temperature, filters, penalties, bias and masks."""
+    rejected: int | None = None
+    """The draft that fell."""
+    rejected_confidence: float | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent:
     """New tokens of one request. The last event of a request carries `finish_reason`."""
@@ -132,3 +165,5 @@ class TokenEvent:
     num_cached_tokens: int = 0
     stats: DecodeStats | None = None
     """In the last event of a request that was decoded."""
+    step: StepTrace | None = None
+    """How the step went that gave these tokens, where it was asked for."""

@@ -23,7 +23,14 @@ from deepdraft.engine.scheduler import PrefillChunk, Scheduler
 from deepdraft.engine.speculate import Block, Outcome, Speculation, Speculator
 from deepdraft.errors import DeepdraftError, EngineError, Overloaded, PromptTooLong, RequestError
 from deepdraft.telemetry import Counters, logger
-from deepdraft.types import DecodeStats, FinishReason, GenerateRequest, TokenEvent, TokenLogprob
+from deepdraft.types import (
+    DecodeStats,
+    FinishReason,
+    GenerateRequest,
+    StepTrace,
+    TokenEvent,
+    TokenLogprob,
+)
 
 STEP_PARTS = ("draft", "verify", "judge", "commit")
 """Parts of a decode step whose time is counted."""
@@ -249,6 +256,7 @@ class Engine:
 
     def _open(self, request: Request) -> None:
         try:
+            request.opened = time.perf_counter()
             request.handle = self.runner.open_sequence()
             if request.source.grammar is not None:
                 request.matcher = request.source.grammar.matcher()
@@ -272,7 +280,7 @@ class Engine:
             block = Block(request)
             outcome = self._judge(block, logits_V.unsqueeze(0))
             if outcome is not None:
-                self._apply(block, outcome)
+                self._apply(block, outcome, ms=1e3 * (time.perf_counter() - request.opened))
 
     def _decode(self, requests: tuple[Request, ...]) -> None:
         begin = time.perf_counter()
@@ -302,7 +310,8 @@ class Engine:
         # Before the answers go out, so that who has one finds its steps counted.
         self._count_step([block for block, _ in judged], accepted, (begin, drafted, stepped, end))
         for block, outcome in judged:
-            self._apply(block, outcome)
+            times = {"ms": 1e3 * (end - begin), "draft_ms": 1e3 * (drafted - begin)}
+            self._apply(block, outcome, **times)
         self.counters.add(f"{STEP_PARTS[-1]}_us", round(1e6 * (time.perf_counter() - end)))
 
     def _count_step(
@@ -347,7 +356,7 @@ class Engine:
             self._fail(block.request, f"sampling at position {block.start}", error)
             return None
 
-    def _apply(self, block: Block, outcome: Outcome) -> None:
+    def _apply(self, block: Block, outcome: Outcome, *, ms: float, draft_ms: float = 0.0) -> None:
         """Appends what stands, takes the rest of the step back, reports."""
         request = block.request
         reason: FinishReason | None = None
@@ -364,14 +373,17 @@ class Engine:
         self.counters.add("generated_tokens", len(taken))
         token_ids = tuple(choice.token_id for choice in taken)
         logprobs = tuple(c.logprob for c in taken if c.logprob is not None)
+        step = None
+        if request.source.speculation.steps and token_ids:
+            step = self.speculator.trace(block, outcome, len(taken), ms=ms, draft_ms=draft_ms)
         if reason is not None:
-            self._finish(request, reason, token_ids=token_ids, logprobs=logprobs)
+            self._finish(request, reason, token_ids=token_ids, logprobs=logprobs, step=step)
             return
         if token_ids:
             # Whoever ends an answer early, by a stop string, has the counters up to there.
             report = request.source.speculation.report
             stats = request.record.stats(request.rule) if report else None
-            self._emit(request, token_ids, logprobs, stats=stats)
+            self._emit(request, token_ids, logprobs, stats=stats, step=step)
         if outcome.error is not None:
             self._finish(request, "error", error=outcome.error)
         elif block.token_ids:
@@ -395,6 +407,7 @@ class Engine:
         token_ids: tuple[int, ...] = (),
         logprobs: tuple[TokenLogprob, ...] = (),
         error: str | None = None,
+        step: StepTrace | None = None,
     ) -> None:
         request.finished = reason
         handle, request.handle = request.handle, None
@@ -411,7 +424,7 @@ class Engine:
         self.counters.add(f"finished_{reason}")
         stats = request.record.stats(request.rule)
         self._log_end(request, reason, stats)
-        self._emit(request, token_ids, logprobs, reason, error, stats)
+        self._emit(request, token_ids, logprobs, reason, error, stats, step)
 
     def _log_end(self, request: Request, reason: FinishReason, stats: DecodeStats | None) -> None:
         record: dict[str, Any] = {
@@ -440,6 +453,7 @@ class Engine:
         reason: FinishReason | None = None,
         error: str | None = None,
         stats: DecodeStats | None = None,
+        step: StepTrace | None = None,
     ) -> None:
         event = TokenEvent(
             request_id=request.request_id,
@@ -449,6 +463,7 @@ class Engine:
             error=error,
             at_fault=request.at_fault,
             stats=stats,
+            step=step,
         )
         try:
             request.sink(event)

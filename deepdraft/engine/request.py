@@ -86,6 +86,8 @@ class Request:
     """It fails by its own fault."""
     tainted: bool = False
     """Its state may hold NaN or infinities."""
+    opened: float = 0.0
+    """When it got its sequence (`time.perf_counter`)."""
     cancelled: bool = False
     finished: FinishReason | None = None
 

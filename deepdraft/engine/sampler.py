@@ -236,6 +236,16 @@ def _keep_top(scores_V: Tensor, top_k: int, top_p: float) -> Tensor:
     return kept_V
 
 
+def probabilities(logits_RV: Tensor, token_ids: Sequence[int]) -> tuple[float, ...]:
+    """Each token's probability in the model's own law, in float32: to be shown, not judged by."""
+    if not token_ids:
+        return ()
+    logits_RV = logits_RV[: len(token_ids)].float()
+    ids = torch.tensor(token_ids, device=logits_RV.device).unsqueeze(1)
+    chosen = logits_RV.gather(1, ids) - logits_RV.logsumexp(1, keepdim=True)
+    return tuple(chosen.squeeze(1).exp().tolist())
+
+
 def logprobs(logits_V: Tensor, token_id: int, num_top: int) -> TokenLogprob:
     """Natural logs of the model's own distribution, before penalties, temperature and filters."""
     shifted_V = logits_V.double()

@@ -26,6 +26,7 @@ from deepdraft.engine.sampler import (
     Top,
     logprobs,
     nothing_allowed,
+    probabilities,
     scores,
     unusable,
 )
@@ -39,7 +40,7 @@ from deepdraft.spec.protocol import Row as Law
 from deepdraft.spec.schedule import CostSchedule, FixedSchedule, Schedule, ThresholdSchedule
 from deepdraft.spec.verify import verify
 from deepdraft.telemetry import logger
-from deepdraft.types import Rule
+from deepdraft.types import Origin, Rule, StepTrace
 
 HOPELESS = 0.05
 """A draft less likely to stand than this is worth no row on any machine; by cost, drafting ends."""
@@ -213,6 +214,10 @@ class Outcome:
     choices: tuple[Choice, ...]
     num_accepted: int
     error: str | None = None
+    last: Origin = "plain"
+    """How the token behind the accepted drafts came."""
+    probabilities: tuple[float, ...] = ()
+    """Of the choices in the model's own law, for a request that asks for `steps`."""
 
 
 Observer = Callable[[Block, Proposal, BlockTarget, Verdict], None]
@@ -370,6 +375,7 @@ class Speculator:
             # Perhaps behind a draft that falls, yet the sequence's memory has held it.
             request.tainted = True
         target = BlockTarget(self._sampler, block.rows, logits_RV, tops)
+        last: Origin = "plain"
         if block.token_ids or self.observer is not None:
             proposal = Proposal(
                 start=block.start,
@@ -384,6 +390,8 @@ class Speculator:
                 self.observer(block, proposal, target, verdict)
             token_ids, num_accepted = verdict.tokens(proposal), verdict.num_accepted
             missing = verdict.next_token is None
+            if block.token_ids and verdict.why != "target":
+                last = "bonus" if verdict.why == "bonus" else "corrected"
         else:
             # Without drafts a step is plain, and so is its noise.
             token_id = target.pick(0)
@@ -401,6 +409,31 @@ class Speculator:
             choices=choices,
             num_accepted=num_accepted,
             error=target.error if missing else None,
+            last=last,
+            probabilities=(
+                probabilities(logits_RV, token_ids) if request.source.speculation.steps else ()
+            ),
+        )
+
+    def trace(
+        self, block: Block, outcome: Outcome, num_taken: int, *, ms: float, draft_ms: float
+    ) -> StepTrace:
+        """How a step went that gave `num_taken` tokens. `index`: as the request's record has it."""
+        accepted = outcome.num_accepted
+        expected = self._confidences(block)
+        fell = block.token_ids[accepted:] if outcome.last == "corrected" else []
+        return StepTrace(
+            index=sum(block.request.record.histogram.values()),
+            rows=len(block.rows),
+            drafted=block.num_drafted,
+            accepted=accepted,
+            ms=ms,
+            draft_ms=draft_ms,
+            origins=tuple("accepted" if i < accepted else outcome.last for i in range(num_taken)),
+            confidences=tuple(expected[i] if i < accepted else None for i in range(num_taken)),
+            probabilities=outcome.probabilities[:num_taken],
+            rejected=fell[0] if fell else None,
+            rejected_confidence=expected[accepted] if fell else None,
         )
 
     def commit(self, block: Block, num_accepted: int) -> None:

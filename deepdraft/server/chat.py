@@ -274,15 +274,23 @@ class ChatChoice(Choice):
 
     def _read(self, event: TokenEvent) -> list[Delta]:
         deltas: list[Delta] = []
+        self.parts = []
+        watched = event.step is not None
         for i, token_id in enumerate(event.token_ids):
             self.num_tokens += 1
             if token_id in self._hidden_ids:
+                if watched:
+                    self.parts.append("control")
                 continue
             before = self._parser.num_reasoning_tokens
             deltas += self._filter(self._parser.push((token_id,)))
+            reasoning = self._parser.num_reasoning_tokens > before
             if self._with_logprobs and event.logprobs:
-                reasoning = self._parser.num_reasoning_tokens > before
                 self._note(event.logprobs[i], reasoning)
+            if watched:
+                control = token_id in self._model.tokenizer.control_ids
+                text = "reasoning" if reasoning else "content"
+                self.parts.append("control" if control else text)
             if self._matcher.matched is not None:
                 break
         return deltas
@@ -327,6 +335,10 @@ class ChatChoice(Choice):
             self._calls[delta.index]["function"]["arguments"] += delta.arguments
             shown = {"index": delta.index, "function": {"arguments": delta.arguments}}
         return [self._part({"tool_calls": [shown]})]
+
+    def silence(self) -> Json:
+        """A stream object without text."""
+        return self._part(_texts(False, ""))
 
     def _part(self, delta: Json, finish_reason: str | None = None) -> Json:
         logprobs = None

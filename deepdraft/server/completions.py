@@ -186,9 +186,13 @@ class TextChoice(Choice):
         """Takes an event; returns the stream's objects for this choice."""
         pieces = [self._unsent_echo]
         self._unsent_echo = ""
+        self.parts = []
         for i, token_id in enumerate(event.token_ids):
             self.num_tokens += 1
-            if token_id in self._hidden_ids:
+            hidden = token_id in self._hidden_ids
+            if event.step is not None:
+                self.parts.append("control" if hidden else "content")
+            if hidden:
                 continue
             pieces.append(self._matcher.push(self._decoder.push(token_id)))
             if self._with_logprobs and event.logprobs:
@@ -220,6 +224,10 @@ class TextChoice(Choice):
             record["top_logprobs"].append(top)
             record["text_offset"].append(self._offset)
         self._offset += len(text)
+
+    def silence(self) -> Json:
+        """A stream object without text."""
+        return self._shape("", None)
 
     def whole(self) -> Json:
         """The choice of a response that is not streamed."""

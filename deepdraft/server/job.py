@@ -12,6 +12,7 @@ from typing import Any
 
 from deepdraft.errors import EngineError, Overloaded, RequestError
 from deepdraft.server.sampling import ModelView
+from deepdraft.server.steps import StepView
 from deepdraft.types import DecodeStats, FinishReason, GenerateRequest, TokenEvent, TokenLogprob
 
 Json = dict[str, Any]
@@ -50,6 +51,9 @@ class Choice(ABC):
         self.stats: DecodeStats | None = None
         self.num_cached = 0
         self.finish_reason: str | None = None
+        self.parts: list[str] = []
+        """Where the tokens of the last event went: reasoning, content or control. Kept for an
+        event with a step."""
 
     @property
     def num_reasoning(self) -> int:
@@ -59,6 +63,10 @@ class Choice(ABC):
     @abstractmethod
     def push(self, event: TokenEvent) -> list[Json]:
         """Takes an event; returns the stream's objects for this choice, finish object included."""
+
+    @abstractmethod
+    def silence(self) -> Json:
+        """A stream object without text."""
 
     @abstractmethod
     def whole(self) -> Json:
@@ -95,6 +103,7 @@ class Job(ABC):
         self.choices = choices
         self.created = int(time.time())
         self._by_request = {r.request_id: c for r, c in zip(requests, choices, strict=True)}
+        self._steps: dict[str, StepView] = {}
 
     @property
     def finished(self) -> bool:
@@ -119,6 +128,10 @@ class Job(ABC):
         choice.num_cached = max(choice.num_cached, event.num_cached_tokens)
         choice.stats = event.stats or choice.stats
         parts = choice.push(event)
+        if event.step is not None:
+            parts = parts or [choice.silence()]
+            view = self._steps.setdefault(event.request_id, StepView(self.model))
+            parts[-1]["step"] = view.show(event.step, event.token_ids, choice.parts)
         if parts and parts[-1]["finish_reason"] is not None:
             parts[-1] |= self._report(choice)
         return [self._chunk([part]) for part in parts]

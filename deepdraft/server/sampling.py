@@ -64,6 +64,11 @@ def check_shared(body: SamplingFields, vocab_size: int) -> None:
     check_range(body.seed, "seed", -(1 << 63), (1 << 63) - 1, "a 64-bit signed integer")
     if body.speculation is not None:
         check_range(body.speculation.drafts, "speculation.drafts", 0, MAX_DRAFTS, _DRAFTS_RULE)
+        if body.speculation.steps and not body.stream:
+            raise RequestError(
+                "speculation.steps needs stream: true; speculation.report sums them up",
+                param="speculation.steps",
+            )
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
     for token_id in _limited(body.stop_token_ids or (), MAX_STOP_IDS, "stop_token_ids"):
@@ -148,7 +153,12 @@ def speculation_params(body: SamplingFields) -> SpeculationParams:
     asked = body.speculation
     if asked is None:
         return SpeculationParams()
-    return SpeculationParams(rule=asked.rule, num_drafts=asked.drafts, report=bool(asked.report))
+    return SpeculationParams(
+        rule=asked.rule,
+        num_drafts=asked.drafts,
+        report=bool(asked.report),
+        steps=bool(asked.steps),
+    )
 
 
 def choice_seed(seed: int, index: int) -> int:

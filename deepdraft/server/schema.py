@@ -162,6 +162,7 @@ class SpeculationFields(Struct):
     rule: Literal["token", "block", "coupled"] | None = None
     drafts: int | None = None
     report: bool | None = None
+    steps: bool | None = None
 
 
 # Requests
