@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -147,6 +148,19 @@ class Operands:
 
     def quantised(self, rows: int, cols: int) -> gemv.QuantRows:
         return gemv.quantize_rows(self.halves(rows, cols))
+
+
+class MetaOperands(Operands):
+    """The same shapes without storage: for compiling."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.device, self.sizes = "meta", sizes
+
+    def floats(self, *shape: int, spread: float = 1.0) -> Tensor:
+        return torch.empty(*shape, device="meta")
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def copies_of(size: int, fresh: int) -> int:
@@ -379,20 +393,41 @@ def small_timed(o: Operands, rows: int) -> Iterator[Timed]:
     )
 
 
-def timed_cases(o: Operands) -> Iterator[Timed]:
+Cases = Callable[[], Iterator[Timed]]
+
+
+def timed_groups(o: Operands, plans: dict[str, layout.Plan]) -> Iterator[tuple[str, Cases]]:
+    """(name, its cases); a group whose operands cannot be made does not stop the others. `plans`:
+    of weights by the names of `tune_cases`, in place of the defaults; then only those."""
     s = o.sizes
-    for part in s.slices:
-        label = "" if part == 1 else f"1/{part}"
+
+    def dense(part: int) -> Iterator[Timed]:
         for shape in dense_shapes(s, part):
-            yield dense_timed(o, shape, label)
-        yield from expert_timed(o, s.width // part, EXPERT_LOADS)
-        yield attention_timed(o, 6, s.heads // part)
+            plan = plans.get(f"{shape[0]} 1/{part}")
+            if plan is not None or not plans:
+                yield dense_timed(o, shape, "" if part == 1 else f"1/{part}", plan)
+
+    def experts(width: int) -> Iterator[Timed]:
+        both = plans.get(f"experts up {width}"), plans.get(f"experts down {width}")
+        if all(both) or not plans:
+            yield from expert_timed(o, width, EXPERT_LOADS, *both)
+
+    def attention(rows: int, heads: int) -> Iterator[Timed]:
+        yield attention_timed(o, rows, heads)
+
+    for part in s.slices:
+        yield f"weights experts 1/{part}", partial(experts, s.width // part)
+        yield f"weights dense 1/{part}", partial(dense, part)
+        yield (
+            f"attention 1/{part}",
+            lambda part=part: iter((attention_timed(o, 6, s.heads // part),)),
+        )
     for rows in (1, 8):
-        yield attention_timed(o, rows, s.heads)
-    for context in s.contexts:
-        yield from index_timed(o, 6, context)
+        yield f"attention {rows}", lambda rows=rows: iter((attention_timed(o, rows, s.heads),))
     for rows in (1, 6, 16):
-        yield from small_timed(o, rows)
+        yield f"small {rows}", partial(small_timed, o, rows)
+    for context in s.contexts:
+        yield f"index {context}", partial(index_timed, o, 6, context)
 
 
 # ---- rows ----------------------------------------------------------------------------------
@@ -544,11 +579,11 @@ def index_rows(o: Operands, b: Batch) -> Callable[[Sequence[int]], tuple[Tensor,
 # ---- tuning --------------------------------------------------------------------------------
 
 
-def dense_variants(rows: int, cols: int) -> Iterator[layout.Plan]:
+def dense_variants(rows: int, cols: int, blocks: int, kind: str) -> Iterator[layout.Plan]:
     """Plans worth timing for one dense shape."""
-    default = layout.dense_plan(rows, cols)
+    default = layout.dense_plan(rows, cols, blocks)
     steps = cols // 32 // default.step
-    for tile in (b for b in (32, 64, 128) if rows % b == 0):
+    for tile in (b for b in (32, 64, 128) if rows // blocks % b == 0):
         wanted = {1, 2, 4, 8, 16, -(-264 // (rows // tile)), -(-528 // (rows // tile))}
         for split in sorted(w for w in wanted if w <= max(1, steps // 2)):
             if not 100 <= rows // tile * split <= 1600:
@@ -559,9 +594,33 @@ def dense_variants(rows: int, cols: int) -> Iterator[layout.Plan]:
                     yield replace(default, tile=tile, split=even, warps=warps, stages=stages)
 
 
-def expert_variants(rows: int, cols: int) -> Iterator[layout.Plan]:
+def expert_variants(rows: int, cols: int, up: bool) -> Iterator[layout.Plan]:
     default = layout.expert_plan(rows, cols)
-    for tile in (b for b in (32, 64, 128) if rows // 2 % b == 0):
-        for warps in {max(1, tile // 32), tile // 16}:
+    least = 32 if up else 16
+    for tile in (b for b in (least, 64, 128) if rows // 2 % b == 0):
+        for warps in {max(1, tile // 32), max(1, tile // 16)}:
             for stages in (3, 4, 6):
                 yield replace(default, tile=tile, warps=warps, stages=stages)
+
+
+def tune_cases(o: Operands) -> Iterator[tuple[str, layout.Plan, Callable[[], Timed]]]:
+    """(shape, plan, how to make its case), the most valuable first."""
+    s = o.sizes
+    last = max(s.slices)
+    for part in sorted(s.slices, key=lambda p: (p != 1, p != last, p)):
+        width = s.width // part
+        for up in (True, False):
+            rows, cols = (2 * width, s.hidden) if up else (s.hidden, width)
+            for plan in expert_variants(rows, cols, up):
+                plans = (plan, None) if up else (None, plan)
+
+                def experts(width=width, plans=plans, up=up) -> Timed:
+                    two = list(expert_timed(o, width, [(6, 22)], *plans))
+                    return two[0 if up else 1]
+
+                yield f"experts {'up' if up else 'down'} {width}", plan, experts
+        for shape in dense_shapes(s, part):
+            name, kind, rows, cols, blocks = shape
+            for plan in dense_variants(-(-rows // 32) * 32, cols, blocks, kind):
+                make = partial(dense_timed, o, shape, "", plan)
+                yield f"{name} 1/{part}", plan, make

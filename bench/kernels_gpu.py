@@ -1,315 +1,377 @@
-"""One script for a GPU host: check every kernel, its rows, and time it.
+"""One script for a GPU host: check every kernel, its rows, time it, tune it.
 
-    python bench/kernels_gpu.py --json FILE [--parts ceilings,check,rows,time,tune] [--only NAME]
+    python bench/kernels_gpu.py --json FILE [--seconds 540] [--parts ...] [--only NAME] [--dry-run]
 
-check   the tests of tests/kernels, large cases included (no pytest needed), in parallel processes
-rows    bits of every kernel's rows for 1..16 rows, permuted, beside poisoned rows, and twice over
-time    us, GB/s and the share of the copy rate measured in the same run; CUDA graphs, median of 7
-tune    plans of the weight products; the best is to be frozen in deepdraft/kernels/layout.py
+ceilings  copy and read rate, gap between tiny kernels
+check     the tests of tests/kernels, large cases included (no pytest needed)
+rows      bits of every kernel's rows for 1..16 rows, permuted, beside poisoned rows, and twice over
+time      us, GB/s and the share of the copy rate measured in the same run; graphs, median of 7
+tune      plans of the weight products; the best is to be frozen in deepdraft/kernels/layout.py
+best      the same times with the best plan of each shape
+pair      both GPUs: links, peer copies, symmetric memory; programmatic launch; compute-sanitizer
 
-Needs torch, triton, numpy, safetensors, click. `--dry-run` runs everything with tiny sizes in
-Triton's interpreter on a CPU (times are meaningless then).
+Every case runs in a child process (kernel_worker.py); one that hangs or breaks the device costs
+itself alone, and what was measured is written after every part. Needs torch, triton, numpy,
+safetensors, click. `--dry-run` runs everything with tiny sizes in Triton's interpreter on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import importlib
 import json
 import os
-import statistics
+import queue
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-PARTS = ("ceilings", "check", "rows", "time")
-MODULES = (
-    "test_rounding", "test_gemv", "test_moe", "test_mhc", "test_cache", "test_attention",
-    "test_index", "test_step_ends",
-)  # fmt: skip
+HERE = Path(__file__).resolve().parent
+PARTS = ("ceilings", "check", "rows", "time", "tune", "best", "pair")
+MODULES = {
+    "test_moe": 3, "test_gemv": 3, "test_mhc": 2, "test_index": 2, "test_attention": 2,
+    "test_step_ends": 1, "test_cache": 1, "test_rounding": 1,
+}  # fmt: skip
+"""Test modules, and how many processes share each."""
+COMPILES = {"time": 6, "rows": 2, "tune": 10}
+BUSY_UNTIL = 180
+"""Seconds from the start during which other work may need the host's processors."""
+FEW, MANY = 8, 24
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}, tune")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--dry-run", action="store_true", help="tiny sizes, interpreter, no GPU")
-    parser.add_argument("--module", help=argparse.SUPPRESS)  # one test module, in a child
-    return parser.parse_args()
+class Run:
+    """The results so far, the clock, and the file they are kept in."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.start = args, time.monotonic()
+        self.results: dict = {"dry_run": args.dry_run, "incidents": []}
+        self.lock = threading.Lock()
+        self.folder = Path(tempfile.mkdtemp(prefix="kernels-"))
+
+    def elapsed(self) -> float:
+        return time.monotonic() - self.start
+
+    def left(self) -> float:
+        return self.args.seconds - self.elapsed()
+
+    def save(self) -> None:
+        with self.lock:
+            self.results["seconds"] = round(self.elapsed(), 1)
+            if self.args.json:
+                new = self.args.json.with_suffix(".new")
+                new.write_text(json.dumps(self.results, indent=1))
+                new.replace(self.args.json)
+
+    def incident(self, text: str) -> None:
+        print(f"INCIDENT {text}", flush=True)
+        self.results["incidents"].append(text)
 
 
-# ---- check ---------------------------------------------------------------------------------
+def read_lines(child: subprocess.Popen, lines: queue.Queue) -> None:
+    assert child.stdout is not None
+    for line in child.stdout:
+        lines.put(line)
+    lines.put(None)
 
 
-def run_module(name: str) -> None:
-    """In a child process: the tests of one module; the result is the last line printed."""
-    import mini_pytest
-
-    mini_pytest.install()
-    import tests.kernels.interpreter  # noqa: F401  before any kernel
-
-    result = mini_pytest.run(importlib.import_module(f"tests.kernels.{name}"))
-    print(json.dumps(result), flush=True)
+def stop(child: subprocess.Popen) -> None:
+    if child.poll() is None:
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
-def check(args: argparse.Namespace) -> dict:
-    command = [sys.executable, "-W", "ignore", __file__, "--module"]
-    environment = dict(os.environ, CUDA_VISIBLE_DEVICES="") if args.dry_run else dict(os.environ)
-    children = {}
-    for name in MODULES:
-        if args.only in name:
-            children[name] = subprocess.Popen(
-                [*command, name], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                env=environment, cwd=ROOT,
-            )  # fmt: skip
-            if args.dry_run:
-                children[name].wait()
-    results = {}
-    for name, child in children.items():
-        output = child.communicate()[0]
-        lines = output.strip().splitlines()
-        try:
-            results[name] = json.loads(lines[-1])
-        except (IndexError, ValueError):
-            results[name] = {"passed": 0, "failed": [f"the module did not finish: {lines[-3:]}"]}
-        failed = results[name]["failed"]
-        if failed:
-            print(output)
-        print(f"check {name:18} {results[name]}"[:300], flush=True)
-    return results
+class Outcome:
+    """What one worker said: its cases, the one it was at, and how it ended."""
+
+    def __init__(self, note: Callable[[dict], None]) -> None:
+        self.note = note
+        self.done: list[dict] = []
+        self.started: str | None = None
+        self.finished = False
+        self.tail: deque[str] = deque(maxlen=12)
+
+    def take(self, line: str) -> None:
+        if not line.startswith("@ "):
+            self.tail.append(line.rstrip()[:300])
+            return
+        fields = json.loads(line[2:])
+        if "start" in fields:
+            self.started = fields["start"]
+        elif "case" in fields:
+            self.add(fields)
+        else:
+            self.finished = True
+
+    def add(self, fields: dict) -> None:
+        self.done.append(fields)
+        self.started = None
+        self.note(dict(fields))
+
+    def listen(self, child: subprocess.Popen, wait: Callable[[], float]) -> str:
+        """Until the child ends or says nothing for `wait()` seconds; how it ended."""
+        lines: queue.Queue = queue.Queue()
+        threading.Thread(target=read_lines, args=(child, lines), daemon=True).start()
+        while True:
+            limit = max(0.05, wait())
+            try:
+                line = lines.get(timeout=limit)
+            except queue.Empty:
+                return f"nothing for {limit:.0f} s"
+            if line is None:
+                return f"ended with {child.wait()}"
+            self.take(line)
 
 
-# ---- rows ----------------------------------------------------------------------------------
+def start(run: Run, part: str, options: tuple[str, ...]) -> subprocess.Popen:
+    environment = dict(os.environ, OMP_NUM_THREADS="2", PYTHONUNBUFFERED="1")
+    environment["CUDA_VISIBLE_DEVICES"] = "" if run.args.dry_run else "0"
+    command = [sys.executable, "-W", "ignore", str(HERE / "kernel_worker.py"), part, *options]
+    command += ["--only", run.args.only, *(["--dry"] if run.args.dry_run else [])]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=environment, cwd=HERE.parent, start_new_session=True,
+    )  # fmt: skip
 
 
-def same_bits(got, want) -> bool:
-    """Bitwise equality: NaN equals itself, -0 is not 0."""
-    import torch
-
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    kind = integer[got.element_size()]
-    return torch.equal(got.contiguous().view(kind), want.contiguous().view(kind))
-
-
-def check_rows(operands, args: argparse.Namespace) -> dict:
-    from kernel_timed import row_cases
-
-    counts = (1, 9) if args.dry_run else range(1, 17)
-    results = {}
-    for case in row_cases(operands):
-        if args.only not in case.name:
-            continue
-        everyone = list(range(16))
-        full = case.run(everyone)
-        wrong = []
-        selections = [list(range(r)) for r in counts]
-        selections += [[r] for r in ((5,) if args.dry_run else everyone)]
-        selections += [everyone[::-1], everyone, [3, 11, 7]]
-        for rows in selections:
-            for number, (got, want) in enumerate(zip(case.run(rows), full, strict=True)):
-                if not same_bits(got[: len(rows)], want[rows]):
-                    wrong.append(f"rows {rows}, output {number}")
-        results[case.name] = {"selections": len(selections), "wrong": wrong}
-        print(f"rows {case.name:20} {'equal' if not wrong else f'WRONG {wrong[:4]}'}", flush=True)
-    return results
+def work(
+    run: Run, part: str, *options: str, stall: float, until: float,
+    note: Callable[[dict], None] = lambda line: None,
+) -> list[dict]:  # fmt: skip
+    """The cases of one worker, started again without a case that ended or stalled it. `until`: the
+    second of the run at which it is stopped."""
+    outcome = Outcome(note)
+    skip = run.folder / f"skip-{part}-{threading.get_ident()}-{time.monotonic_ns()}.json"
+    name = " ".join((part, *(o for o in options if not o.startswith("--"))))
+    for _ in range(6):
+        skip.write_text(json.dumps([d["case"] for d in outcome.done]))
+        child = start(run, part, (*options, "--skip", str(skip)))
+        why = outcome.listen(child, lambda: min(stall, until - run.elapsed()))
+        stop(child)
+        at = outcome.started
+        if outcome.finished:
+            break
+        if run.elapsed() >= until - 0.1:
+            run.incident(f"{name}: out of time at {at}, {len(outcome.done)} cases done")
+            break
+        if at is None and child.returncode != 3:
+            run.incident(f"{name}: {why} between cases: {list(outcome.tail)}")
+            break
+        if at is not None:
+            run.incident(f"{name}: {why} at {at}: {list(outcome.tail)[-4:]}")
+            outcome.add({"case": at, "error": why})
+    return outcome.done
 
 
-# ---- time ----------------------------------------------------------------------------------
+# ---- parts ---------------------------------------------------------------------------------
 
 
-def timed_us(case, dry: bool) -> float:
-    """Microseconds of one launch: a graph of at least 20, replayed; median of 7."""
-    import torch
-
-    if dry:
-        start = time.perf_counter()
-        for i in range(case.copies):
-            case.launch(i)
-        return (time.perf_counter() - start) * 1e6 / case.copies
-    case.launch(0)
-    torch.cuda.synchronize()
-    launches = max(20, case.copies)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(launches):
-            case.launch(i % case.copies)
-    graph.replay()
-    torch.cuda.synchronize()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    for _ in range(7):
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / launches)
-    del graph
-    return statistics.median(times)
+def queued(run: Run, parts: list[str]) -> deque[tuple[str, list[str]]]:
+    """Workers that may run side by side, checks and compiles in turn."""
+    dry = run.args.dry_run
+    checks, compiles = [], []
+    for module, shards in MODULES.items() if "check" in parts else ():
+        for i in range(1 if dry else shards):
+            shard = f"{i}/{1 if dry else shards}"
+            checks.append(("check", ["--module", module, "--shard", shard]))
+    for what, shards in COMPILES.items() if not dry else ():
+        for i in range(shards if what in parts else 0):
+            compiles.append(("compile", ["--module", what, "--shard", f"{i}/{shards}"]))
+    tasks = deque()
+    while checks or compiles:
+        tasks.extend(checks[:1] + compiles[:1])
+        checks, compiles = checks[1:], compiles[1:]
+    return tasks
 
 
-def ceilings(dry: bool) -> dict:
-    """Copy and read rates in bytes a second, the gap between tiny kernels of a graph in us."""
-    import torch
-    from kernel_timed import Timed
+def check_and_compile(run: Run, parts: list[str]) -> None:
+    """Tests on the GPU and the compiling of what is timed later, side by side."""
+    tasks = queued(run, parts)
+    found = run.results["check"] = {"passed": 0, "failed": {}, "slowest": []}
+    until = min(run.elapsed() + 0.48 * run.args.seconds, run.args.seconds)
 
-    if dry:
-        return {"copy": 1e9, "read": 1e9, "gap_us": 1.0}
-    source = torch.empty(2**30, dtype=torch.float32, device="cuda").normal_()
-    target = torch.empty_like(source)
-    size = source.nbytes
-    copy = timed_us(Timed("copy", 2 * size, lambda i: target.copy_(source)), dry)
-    read = timed_us(Timed("read", size, lambda i: source.view(1024, -1).amax(1)), dry)
-    one = torch.zeros(1, device="cuda")
-    gap = timed_us(Timed("gap", 0, lambda i: one.add_(1.0)), dry)
-    result = {"copy": 2 * size / copy * 1e6, "read": size / read * 1e6, "gap_us": gap}
+    def tested(line: dict) -> None:
+        with run.lock:
+            if line.get("passed"):
+                found["passed"] += 1
+            else:
+                found["failed"][line["case"]] = line["error"]
+                print(f"FAILED {line['case']}: {line['error']}"[:700], flush=True)
+            found["slowest"].append((line.get("seconds", 0), line["case"]))
+            found["slowest"] = sorted(found["slowest"], reverse=True)[:8]
+
+    def compiled(line: dict) -> None:
+        if "error" in line:
+            run.incident(f"{line['case']}: {line['error'][:300]}")
+
+    def serve(delay: float) -> None:
+        while tasks and run.elapsed() < delay:
+            time.sleep(0.5)
+        while run.elapsed() < until:
+            try:
+                part, options = tasks.popleft()
+            except IndexError:
+                return
+            note = tested if part == "check" else compiled
+            work(run, part, *options, stall=90, until=until, note=note)
+            run.save()
+
+    few, many = (1, 1) if run.args.dry_run else (FEW, MANY)
+    threads = [
+        threading.Thread(target=serve, args=(0 if i < few else BUSY_UNTIL,)) for i in range(many)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     print(
-        f"copy {result['copy'] / 1e12:.2f} TB/s, read {result['read'] / 1e12:.2f}, gap {gap:.2f} us"
-    )
-    return result
-
-
-def report(case, us: float, rate: float) -> dict:
-    floor = case.bytes / rate * 1e6
-    line = {
-        "us": round(us, 2),
-        "MB": round(case.bytes / 1e6, 3),
-        "GB_per_s": round(case.bytes / us / 1e3, 1),
-        "share_of_copy": round(floor / us, 3),
-    }
-    print(
-        f"time {case.name:36} {us:9.2f} us {line['MB']:9.2f} MB {line['GB_per_s']:7.0f} GB/s "
-        f"{100 * line['share_of_copy']:5.1f} %",
+        f"check: {found['passed']} passed, {len(found['failed'])} failed; {run.elapsed():.0f} s",
         flush=True,
     )
+
+
+def check_rows(run: Run) -> None:
+    found = run.results["rows"] = {}
+
+    def note(line: dict) -> None:
+        name = line.pop("case")
+        found[name] = line
+        verdict = line.get("error") or line["wrong"][:4] or "equal"
+        print(f"rows {name:20} {verdict}"[:500], flush=True)
+
+    work(run, "rows", stall=60, until=run.elapsed() + 0.12 * run.args.seconds, note=note)
+
+
+def share(run: Run, line: dict) -> dict:
+    """A timed line with its share of the copy rate."""
+    rate = run.results.get("ceilings", {}).get("copy")
+    if rate and "us" in line:
+        line["share_of_copy"] = round(line["MB"] * 1e12 / rate / line["us"], 3)
     return line
 
 
-def release() -> None:
-    import torch
+def timed(run: Run, key: str, *options: str, until: float) -> None:
+    found = run.results[key] = {}
 
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def time_all(operands, args: argparse.Namespace, rate: float) -> dict:
-    from kernel_timed import timed_cases
-
-    results = {}
-    for case in timed_cases(operands):
-        if args.only in case.name:
-            results[case.name] = report(case, timed_us(case, args.dry_run), rate)
-        del case
-        release()
-    return results
-
-
-def tune(operands, args: argparse.Namespace, rate: float) -> dict:
-    import kernel_timed as kt
-
-    s, results = operands.sizes, {}
-
-    def note(name: str, plan, case) -> None:
-        try:
-            us = timed_us(case, args.dry_run)
-        except Exception as e:  # a plan that does not compile or fit is no plan
-            print(f"tune {name} {plan}: {type(e).__name__}: {e}"[:160], flush=True)
+    def note(line: dict) -> None:
+        name = line.pop("case")
+        line.pop("seconds", None)
+        found[name] = share(run, line)
+        if "error" in line:
+            print(f"{key} {name}: {line['error']}"[:400], flush=True)
             return
-        results.setdefault(name, []).append({"us": round(us, 2), **vars_of(plan)})
+        print(
+            f"{key} {name:36} {line['us']:9.2f} us {line['MB']:9.2f} MB "
+            f"{line['GB_per_s']:7.0f} GB/s {100 * line.get('share_of_copy', 0):5.1f} %",
+            flush=True,
+        )
 
-    for part in s.slices:
-        for shape in kt.dense_shapes(s, part):
-            name, kind, rows, cols, blocks = shape
-            if kind == "bf16" or blocks > 1 or args.only not in name:
-                continue
-            for plan in kt.dense_variants(rows, cols):
-                note(f"{name} 1/{part}", plan, kt.dense_timed(operands, shape, "", plan))
-                release()
-        width = s.width // part
-        for up in (True, False):
-            rows, cols = (2 * width, s.hidden) if up else (s.hidden, width)
-            name = f"experts {'up' if up else 'down'} {width}"
-            if args.only not in name:
-                continue
-            for plan in kt.expert_variants(rows, cols):
-                plans = (plan, None) if up else (None, plan)
-                for case in kt.expert_timed(operands, width, [(6, 22)], *plans):
-                    if case.name.startswith(name):
-                        note(name, plan, case)
-                release()
-    for name, tried in results.items():
+    work(run, "time", *options, stall=45, until=until, note=note)
+
+
+def tune(run: Run, until: float) -> None:
+    found = run.results["tune"] = {}
+
+    def note(line: dict) -> None:
+        if "error" in line:
+            run.incident(f"tune {line['case']}: {line['error'][-200:]}")
+            return
+        line.pop("case")
+        line.pop("seconds")
+        line.pop("GB_per_s")
+        found.setdefault(line.pop("shape"), []).append(share(run, line))
+
+    work(run, "tune", stall=30, until=until, note=note)
+    for name, tried in found.items():
         tried.sort(key=lambda r: r["us"])
-        print(f"tune {name}: {tried[:3]}", flush=True)
-    return results
+        shown = [
+            f"{r['us']:.1f} us {100 * r.get('share_of_copy', 0):.0f} % "
+            f"{r['tile']}/{r['step']}/{r['split']}/{r['warps']}/{r['stages']}"
+            for r in tried[:3]
+        ]
+        print(f"tune {name} ({len(tried)} plans): {'; '.join(shown)}", flush=True)
 
 
-def vars_of(plan) -> dict:
-    return {k: getattr(plan, k) for k in ("tile", "step", "split", "warps", "stages")}
+def best(run: Run, until: float) -> None:
+    plans = {name: tried[0] for name, tried in run.results.get("tune", {}).items() if tried}
+    if not plans:
+        return
+    file = run.folder / "plans.json"
+    file.write_text(json.dumps(plans))
+    timed(run, "best", "--plans", str(file), until=until)
+
+
+def pair(run: Run) -> None:
+    command = [sys.executable, str(HERE / "gpu_pair.py"), "--seconds", str(int(run.left() - 4))]
+    if run.args.dry_run:
+        command.append("--dry-run")
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        cwd=HERE.parent, start_new_session=True,
+    )  # fmt: skip
+    found = run.results["pair"] = {}
+    lines: queue.Queue = queue.Queue()
+    threading.Thread(target=read_lines, args=(child, lines), daemon=True).start()
+    while run.left() > 2:
+        try:
+            line = lines.get(timeout=max(0.05, run.left() - 2))
+        except queue.Empty:
+            break
+        if line is None:
+            break
+        if line.startswith("@ "):
+            found.update(json.loads(line[2:]))
+            run.save()
+        print(line.rstrip()[:600], flush=True)
+    stop(child)
 
 
 def main() -> None:
-    args = parse()
-    if args.dry_run or args.module:
-        import warnings
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--seconds", type=float, default=540, help="stop before this many")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes, interpreter, no GPU")
+    run = Run(parser.parse_args())
+    parts = run.args.parts.split(",")
+    total = run.args.seconds
 
-        import numpy as np
+    def step(part: str, call: Callable[[], None]) -> None:
+        if part in parts and run.left() > 8:
+            begun = run.elapsed()
+            try:
+                call()
+            except Exception as e:
+                run.incident(f"{part}: {type(e).__name__}: {e}")
+            run.results.setdefault("seconds_of", {})[part] = round(run.elapsed() - begun, 1)
+            run.save()
 
-        np.seterr(all="ignore")
-        warnings.simplefilter("ignore", RuntimeWarning)
-    if args.module:
-        run_module(args.module)
-        return
-    parts = args.parts.split(",")
-    results: dict = {"parts": parts, "dry_run": args.dry_run}
-    start = time.perf_counter()
-    if args.dry_run:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        import tests.kernels.interpreter  # noqa: F401
-    import torch
+    def ceilings() -> None:
+        for line in work(run, "ceilings", stall=40, until=run.elapsed() + 45):
+            run.results["ceilings"] = line
+            print(line, flush=True)
 
-    if not args.dry_run and not torch.cuda.is_available():
-        raise SystemExit("no CUDA device; --dry-run checks the script itself on a CPU")
-    import triton
-
-    results["versions"] = {"torch": torch.__version__, "triton": triton.__version__}
-    results["device"] = "cpu" if args.dry_run else torch.cuda.get_device_name()
-
-    def save() -> None:
-        results["seconds"] = round(time.perf_counter() - start, 1)
-        if args.json:
-            args.json.write_text(json.dumps(results, indent=1))
-
-    if "check" in parts:
-        results["check"] = check(args)
-        save()
-    import kernel_timed as kt
-
-    sizes = kt.TINY if args.dry_run else kt.PUBLISHED
-    operands = kt.Operands("cpu" if args.dry_run else "cuda", sizes)
-    if "rows" in parts:
-        results["rows"] = check_rows(operands, args)
-        save()
-        release()
-    if {"ceilings", "time", "tune"} & set(parts):
-        results["ceilings"] = ceilings(args.dry_run)
-        save()
-        release()
-        rate = results["ceilings"]["copy"]
-        if "time" in parts:
-            results["time"] = time_all(operands, args, rate)
-            save()
-        if "tune" in parts:
-            results["tune"] = tune(operands, args, rate)
-    save()
-    bad = [n for n, r in results.get("check", {}).items() if r["failed"]]
-    bad += [n for n, r in results.get("rows", {}).items() if r["wrong"]]
-    print(f"{results['seconds']} s; " + (f"WRONG: {', '.join(bad)}" if bad else "all right"))
+    tail = 75 if "pair" in parts else 3
+    step("ceilings", ceilings)
+    if {"check", "rows", "time", "tune"} & set(parts):
+        check_and_compile(run, parts)
+        run.save()
+    step("rows", lambda: check_rows(run))
+    step("time", lambda: timed(run, "time", until=min(run.elapsed() + 0.2 * total, total - tail)))
+    step("tune", lambda: tune(run, total - tail - 0.05 * total))
+    step("best", lambda: best(run, total - tail))
+    step("pair", lambda: pair(run))
+    bad = list(run.results.get("check", {}).get("failed", {}))
+    bad += [n for n, r in run.results.get("rows", {}).items() if r.get("error") or r.get("wrong")]
+    print(f"{run.elapsed():.0f} s; " + (f"WRONG: {', '.join(bad)}"[:1500] if bad else "all right"))
+    for text in run.results["incidents"]:
+        print(f"incident: {text}"[:300])
+    run.save()
     sys.exit(bool(bad))
 
 
