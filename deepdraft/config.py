@@ -8,6 +8,8 @@ Order of precedence: default, then the TOML file, then a flag. An unknown key is
 
 import dataclasses
 import difflib
+import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,6 +22,24 @@ from deepdraft.types import Rule
 Numerics = Literal["exact", "qsim", "quant"]
 Prefill = Literal["full", "encoder"]
 ScheduleName = Literal["cost", "threshold", "all"]
+
+
+def parse_bytes(name: str, text: str) -> int:
+    """Bytes of a size such as 512MiB, 2g or 4096. Raises ConfigError."""
+    found = re.fullmatch(r"(\d{1,15})(?:([kmgt])(?:i?b)?|b)?", text.strip().lower())
+    if found is None:
+        raise ConfigError(f'{name} must be a size such as 512MiB, 4GiB or 0, got "{text}"')
+    return int(found[1]) << (10 * (" kmgt".index(found[2] or " ")))
+
+
+def memory_of_machine() -> int:
+    """Bytes of memory that this process may use: the machine's, or its container's limit."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+    except (OSError, ValueError):
+        return total
+    return min(total, limit)
 
 
 def _require(ok: bool, name: str, value: object, rule: str) -> None:
@@ -53,6 +73,13 @@ class EngineConfig:
     """A file of measured costs (`deepdraft bench costs`); None: measured at the start."""
     threads: int | None = None
     """CPU threads of one operator; None: 1 for a model under 1 GB, else torch's own choice."""
+    kv_memory: int | Literal["auto"] = "auto"
+    """Bytes of host memory for conversations (docs/kv-sharing.md); "auto": an eighth of the
+    machine's, at most 16 GiB; 0: nothing is kept. A file may say "512MiB"."""
+    kv_spill: str | None = None
+    """A directory for conversations that memory has no room for, kept over restarts."""
+    kv_spill_bytes: int = 16 << 30
+    """What lies in that directory at most."""
     accept_keys: tuple[str, ...] = ()
     """Paths of unknown config.json keys to accept, e.g. text_config.my_key."""
 
@@ -76,6 +103,7 @@ class EngineConfig:
         _require(ok, "engine.draft_threshold", value, "a number from 0 to 1")
         ok = self.cost_table is None or (isinstance(self.cost_table, str) and bool(self.cost_table))
         _require(ok, "engine.cost_table", self.cost_table, "a file name, or absent")
+        self._check_cache()
         for name in ("max_context", "threads"):
             value = getattr(self, name)
             ok = value is None or (_is_int(value) and value >= 1)
@@ -83,6 +111,18 @@ class EngineConfig:
         keys = self.accept_keys
         ok = isinstance(keys, tuple) and all(isinstance(k, str) and k for k in keys)
         _require(ok, "engine.accept_keys", keys, "a list of key paths")
+
+    def _check_cache(self) -> None:
+        for name in ("kv_memory", "kv_spill_bytes"):
+            value = getattr(self, name)
+            if isinstance(value, str) and not (name == "kv_memory" and value == "auto"):
+                value = parse_bytes(f"engine.{name}", value)
+                object.__setattr__(self, name, value)
+            ok = value == "auto" or (_is_int(value) and value >= 0)
+            _require(ok, f"engine.{name}", value, 'bytes, or a size such as "512MiB"')
+        value = self.kv_spill
+        ok = value is None or (isinstance(value, str) and bool(value))
+        _require(ok, "engine.kv_spill", value, "a directory, or absent")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

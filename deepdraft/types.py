@@ -85,6 +85,21 @@ class GenerateRequest:
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
     grammar: TokenGrammar | None = None
     """What the answer must look like. It ends by itself where nothing may follow."""
+    reuse: bool = True
+    """May start from stored conversations, and is stored as one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheUse:
+    """What a request took from the KV cache (docs/kv-sharing.md)."""
+
+    num_tokens: int
+    """Tokens of the prompt that were not computed."""
+    source: Literal["host", "disk", "peer"]
+    """Where they lay."""
+    provenance: str
+    """exact: as if computed here; whole: as if the conversation had never paused; or
+    `replayed at M`, approximate by the model's own design."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +177,8 @@ class TokenEvent:
     error: str | None = None
     at_fault: bool = False
     """The error is the request's own fault."""
-    num_cached_tokens: int = 0
+    cached: CacheUse | None = None
+    """What of the prompt came from the KV cache; None: nothing."""
     stats: DecodeStats | None = None
     """In the last event of a request that was decoded."""
     step: StepTrace | None = None

@@ -26,6 +26,9 @@ ENGINE_FIELDS = (
     "schedule",
     "draft_threshold",
     "cost_table",
+    "kv_memory",
+    "kv_spill",
+    "kv_spill_bytes",
 )
 """The settings that `engine_options` gives."""
 
@@ -72,6 +75,15 @@ def engine_options(command: Decorated) -> Decorated:
             metavar="N",
             help="CPU threads of one operator [small models: 1].",
         ),
+        click.option(
+            "--kv-memory",
+            metavar="SIZE",
+            help="Host memory for conversations, as 512MiB; 0: none [an eighth of the machine's].",
+        ),
+        click.option(
+            "--kv-spill", metavar="DIR", help="Keep conversations on disk too, over restarts."
+        ),
+        click.option("--kv-spill-bytes", metavar="SIZE", help="At most so much there [16GiB]."),
         click.option(
             "--accept-key",
             "accept_keys",

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from deepdraft.engine.request import EventSink, Request
+from deepdraft.engine.reuse import Reuse
 from deepdraft.engine.sampler import Choice, Sampler
 from deepdraft.engine.scheduler import PrefillChunk, Scheduler
 from deepdraft.engine.speculate import Block, Outcome, Speculation, Speculator
@@ -79,8 +80,10 @@ class Engine:
         max_running: int = 4,
         prefill_chunk: int = 256,
         speculation: Speculation | None = None,
+        reuse: Reuse | None = None,
     ) -> None:
-        self.runner = runner
+        """`reuse`: the KV cache; None: every prompt is computed."""
+        self.runner, self.reuse = runner, reuse
         self.counters = Counters()
         sampler = Sampler(runner.vocab_size, getattr(runner, "device", "cpu"))
         self.speculator = Speculator(runner, sampler, speculation or Speculation())
@@ -148,7 +151,9 @@ class Engine:
     def warm_up(self) -> None:
         """Runs a short prompt and one step through the whole path. Raises EngineError."""
         prompt = tuple(i % self.runner.vocab_size for i in range(3))
-        request = GenerateRequest(request_id="warm-up", prompt_ids=prompt, max_new_tokens=2)
+        request = GenerateRequest(
+            request_id="warm-up", prompt_ids=prompt, max_new_tokens=2, reuse=False
+        )
         for event in self.generate(request):
             if event.finish_reason == "error":
                 raise EngineError(f"the warm-up step failed: {event.error}")
@@ -157,7 +162,8 @@ class Engine:
         """Counters, and how many requests wait and run now."""
         with self._wake:
             waiting, running = self._scheduler.num_waiting, self._scheduler.num_running
-        return {"waiting": waiting, "running": running, **self.counters.snapshot()}
+        stored = {} if self.reuse is None else self.reuse.stats()
+        return {"waiting": waiting, "running": running, **self.counters.snapshot(), **stored}
 
     @property
     def failure(self) -> str | None:
@@ -197,6 +203,9 @@ class Engine:
             self._wake.notify_all()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
+        if self.reuse is not None and not self._thread.is_alive():
+            reuse, self.reuse = self.reuse, None
+            reuse.close()
 
     def _check_request(self, request: GenerateRequest) -> None:
         vocab, context = self.runner.vocab_size, self.runner.max_tokens
@@ -261,6 +270,8 @@ class Engine:
             if request.source.grammar is not None:
                 request.matcher = request.source.grammar.matcher()
             self.speculator.settle(request)
+            if self.reuse is not None:
+                self.reuse.begin(request)
         except Exception as error:
             self._fail(request, "opening a sequence", error)
 
@@ -281,6 +292,8 @@ class Engine:
             outcome = self._judge(block, logits_V.unsqueeze(0))
             if outcome is not None:
                 self._apply(block, outcome, ms=1e3 * (time.perf_counter() - request.opened))
+        if self.reuse is not None and request.finished is None:
+            self.reuse.after_prefill(request)
 
     def _decode(self, requests: tuple[Request, ...]) -> None:
         begin = time.perf_counter()
@@ -410,6 +423,8 @@ class Engine:
         step: StepTrace | None = None,
     ) -> None:
         request.finished = reason
+        if self.reuse is not None and request.handle is not None:
+            self.reuse.finish(request, reason)
         handle, request.handle = request.handle, None
         if handle is not None:
             try:
@@ -433,6 +448,12 @@ class Engine:
             "prompt_tokens": request.num_prompt,
             "completion_tokens": len(request.output_ids),
         }
+        if request.cached is not None:
+            record |= {
+                "cached_tokens": request.cached.num_tokens,
+                "cache_source": request.cached.source,
+                "cache_provenance": request.cached.provenance,
+            }
         if stats is not None:
             record |= {
                 "rule": stats.rule,
@@ -462,6 +483,7 @@ class Engine:
             finish_reason=reason,
             error=error,
             at_fault=request.at_fault,
+            cached=request.cached,
             stats=stats,
             step=step,
         )

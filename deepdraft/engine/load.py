@@ -46,6 +46,8 @@ class LoadedModel:
     fingerprint: str
     """Changes with anything that can change the answers: weights, numerics, prefill, version."""
     speculation: "Speculation | None" = None
+    path: Path | None = None
+    """The checkpoint directory."""
 
 
 def load_engine(
@@ -92,6 +94,7 @@ def load_engine(
             path, [repr(args), options.numerics, options.prefill, options.rule]
         ),
         speculation=_speculation(runner, path, options),
+        path=path,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from deepdraft.errors import EngineError
 from deepdraft.spec.schedule import DraftGate
 from deepdraft.types import (
+    CacheUse,
     DecodeStats,
     FinishReason,
     GenerateRequest,
@@ -80,6 +81,14 @@ class Request:
     """How its drafts are verified; settled on admission."""
     gate: DraftGate = field(default_factory=new_gate)
     record: DecodeRecord = field(default_factory=DecodeRecord)
+    cached: CacheUse | None = None
+    """What of the prompt came from the KV cache."""
+    points: list[int] = field(default_factory=list)
+    """Prompt lengths, rising, after which a checkpoint is still to be taken."""
+    pauses: list[int] = field(default_factory=list)
+    """Those of them at which a part of the prompt must end."""
+    checkpoints: list[Any] = field(default_factory=list)
+    """Those taken, to be stored or given back."""
     matcher: TokenMatcher | None = None
     """Where the answer stands in its grammar, if it has one; made on admission."""
     at_fault: bool = False
@@ -105,6 +114,11 @@ class Request:
     def prefilled(self) -> bool:
         """The runner has seen the whole prompt."""
         return self.num_computed == self.num_prompt
+
+    def chunk_end(self, size: int) -> int:
+        """Where the next part of the prompt ends, at most `size` tokens long."""
+        end = min(self.num_computed + size, self.num_prompt)
+        return min((p for p in self.pauses if self.num_computed < p < end), default=end)
 
     @property
     def next_position(self) -> int:

@@ -186,8 +186,16 @@ class Runner:
         drafter = self.model.drafter
         if drafter is None or not self.block_size:
             raise StateError("there is no drafter here")
+        self.feed_pending(*(sequence for sequence, _ in batch))
+        return [Draft(self.model, start) for start in drafter.start(batch, self.block_size)]
+
+    def feed_pending(self, *sequences: SequenceState) -> None:
+        """Tell the drafter, if there is one, of the tokens confirmed since the last draft."""
+        drafter = self.model.drafter
+        if drafter is None or not self.block_size:
+            return
         feeds, done = [], []
-        for sequence, _ in batch:
+        for sequence in sequences:
             notes = self._taps.get(sequence)
             if notes:
                 taps = notes[0][1] if len(notes) == 1 else torch.cat([t for _, t in notes])
@@ -197,7 +205,6 @@ class Runner:
             drafter.feed_all(feeds)
         for notes in done:
             notes.clear()
-        return [Draft(self.model, start) for start in drafter.start(batch, self.block_size)]
 
 
 def checked_token_map(checkpoint: Checkpoint, tokenizer: Tokenizer) -> list[int]:

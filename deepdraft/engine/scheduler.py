@@ -113,9 +113,8 @@ class Scheduler:
         chunk = None
         for request in self._running:
             if not request.prefilled:
-                start = request.num_computed
-                end = min(start + self.prefill_chunk, request.num_prompt)
-                chunk = PrefillChunk(request=request, start=start, end=end)
+                end = request.chunk_end(self.prefill_chunk)
+                chunk = PrefillChunk(request=request, start=request.num_computed, end=end)
                 break
         decode = tuple(r for r in self._running if r.prefilled)
         if chunk is None and not decode:

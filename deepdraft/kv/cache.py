@@ -268,14 +268,15 @@ class KvCache:
             wanted.add(n - self.geometry.window)
         return sorted(p for p in wanted - there if 0 < p < n)
 
-    def capture(self, state: SequenceState) -> CheckpointData | None:
-        """Copy the sequence's windows as they are now; None where that is not possible.
+    def capture(self, state: SequenceState, at: int | None = None) -> CheckpointData | None:
+        """Copy the sequence's windows after its first `at` tokens (None: all, else at most the
+        spare rows back); None where that is not possible.
 
         To be given to `store` with the same conversation, or to `discard`.
         """
         slots: list[int] = []
         try:
-            info = codec.checkpoint_of(self.layout, state)
+            info = codec.checkpoint_of(self.layout, state, at)
             size = self.layout.checkpoint_bytes(info.spans, info.pending)
             slot_bytes = self.memory.slab.slot_bytes
             sizes = [min(slot_bytes, size - at) for at in range(0, size, slot_bytes)]

@@ -186,31 +186,38 @@ def restore_blocks(
 # ---- checkpoints ---------------------------------------------------------------------------
 
 
-def checkpoint_of(layout: Layout, state: SequenceState) -> Checkpoint:
-    """What a checkpoint taken now would hold. Raises StateError when none can be taken."""
-    n, pool = state.num_tokens, state.pool
-    if not n:
-        raise StateError("an empty sequence has nothing to store")
+def checkpoint_of(layout: Layout, state: SequenceState, at: int | None = None) -> Checkpoint:
+    """What a checkpoint of the first `at` tokens (None: all) taken now would hold.
+
+    A few tokens back, as far as spare rows reach, everything is still there. Raises StateError
+    when none can be taken.
+    """
+    have, pool = state.num_tokens, state.pool
+    n = have if at is None else at
+    if not 0 < n <= have:
+        raise StateError(f"no checkpoint at {n} of {have} tokens; an empty sequence has none")
     if state.replay_from is not None:
         raise StateError("the windows of this sequence are not there yet: prefill first")
     if state.written - n > pool.slack:
         raise StateError(
-            f"{state.written - n} tokens were taken back, more than the {pool.slack} spare rows: "
-            f"run on before storing"
+            f"a checkpoint at {n} was asked for after {state.written} tokens, more than the "
+            f"{pool.slack} spare rows: run on before storing"
         )
-    behind = n - state.decoder_tokens
+    if state.encoder_floor > n:
+        raise StateError(f"the windows of this sequence begin at {state.encoder_floor}, not at {n}")
     oldest = max(0, n - layout.window)
 
     def span(floor: int, tokens: int, layers: int) -> Span:
-        return Span(max(oldest, floor), n) if tokens == n and layers else Span(0, 0)
+        there = tokens >= n and floor <= n and layers > 0
+        return Span(max(oldest, floor), n) if there else Span(0, 0)
 
+    floors = (state.encoder_floor, min(state.decoder_floor, n), min(state.drafter_floor, n))
     groups = layout.windows
     spans = (
-        span(state.encoder_floor, n, groups[0].layers),
-        span(state.decoder_floor, n - behind, groups[1].layers),
+        span(state.encoder_floor, have, groups[0].layers),
+        span(state.decoder_floor, state.decoder_tokens, groups[1].layers),
         span(state.drafter_floor, state.drafter_tokens, groups[2].layers),
     )
-    floors = (state.encoder_floor, state.decoder_floor, state.drafter_floor)
     pending = Span(max(0, n - PENDING_ROWS), n) if layout.pending else Span(0, 0)
     return Checkpoint(n, spans, floors, pending, state.origin != "exact")
 

@@ -8,6 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deepdraft.errors import ConfigError
+from deepdraft.kv.layout import PENDING_ROWS, Layout, Span
+
+SMALL_CHECKPOINT = 1 << 20
+"""Bytes of a checkpoint below which a model counts as small."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +30,16 @@ class StoreSettings:
     quarantine_share: float = 0.05
     max_checkpoints: int = 8
     """Checkpoints of one conversation that are kept."""
+
+    @classmethod
+    def of(cls, layout: Layout) -> StoreSettings:
+        """For a model's layout: chunks of the documented size, but for small models chunks just
+        large enough for a checkpoint, so that a short conversation does not fill a large slot."""
+        span = Span(0, layout.window)
+        checkpoint = layout.checkpoint_bytes((span, span, span), Span(0, PENDING_ROWS))
+        if checkpoint >= SMALL_CHECKPOINT:
+            return cls()
+        return cls(chunk_blocks=min(cls().chunk_blocks, -(-checkpoint // layout.block_bytes)))
 
     def __post_init__(self) -> None:
         if not 0 < self.low_water <= self.high_water <= 1:

@@ -13,7 +13,14 @@ from typing import Any
 from deepdraft.errors import EngineError, Overloaded, RequestError
 from deepdraft.server.sampling import ModelView
 from deepdraft.server.steps import StepView
-from deepdraft.types import DecodeStats, FinishReason, GenerateRequest, TokenEvent, TokenLogprob
+from deepdraft.types import (
+    CacheUse,
+    DecodeStats,
+    FinishReason,
+    GenerateRequest,
+    TokenEvent,
+    TokenLogprob,
+)
 
 Json = dict[str, Any]
 
@@ -49,7 +56,8 @@ class Choice(ABC):
         self.num_tokens = 0
         """Tokens of the answer, as far as it goes: none behind a stop string."""
         self.stats: DecodeStats | None = None
-        self.num_cached = 0
+        self.cached: CacheUse | None = None
+        """What of the prompt came from the KV cache."""
         self.finish_reason: str | None = None
         self.parts: list[str] = []
         """Where the tokens of the last event went: reasoning, content or control. Kept for an
@@ -125,7 +133,7 @@ class Job(ABC):
             raise RequestError(message) if event.at_fault else EngineError(message)
         if event.finish_reason == "abort":
             raise Overloaded("the server is shutting down; the answer was cut off")
-        choice.num_cached = max(choice.num_cached, event.num_cached_tokens)
+        choice.cached = event.cached or choice.cached
         choice.stats = event.stats or choice.stats
         parts = choice.push(event)
         if event.step is not None:
@@ -165,12 +173,16 @@ class Job(ABC):
     def usage(self) -> Json:
         """Token counts, in the spellings of OpenAI and of DeepSeek. A prompt counts once."""
         num_completion = sum(c.num_tokens for c in self.choices)
-        num_cached = min(self.num_prompt, self.choices[0].num_cached)
+        cached = self.choices[0].cached
+        num_cached = 0 if cached is None else min(self.num_prompt, cached.num_tokens)
+        details: Json = {"cached_tokens": num_cached}
+        if cached is not None:
+            details |= {"cache_source": cached.source, "cache_provenance": cached.provenance}
         return {
             "prompt_tokens": self.num_prompt,
             "completion_tokens": num_completion,
             "total_tokens": self.num_prompt + num_completion,
-            "prompt_tokens_details": {"cached_tokens": num_cached},
+            "prompt_tokens_details": details,
             "completion_tokens_details": {
                 "reasoning_tokens": sum(c.num_reasoning for c in self.choices)
             },

@@ -67,6 +67,7 @@ class Service:
 
     def _bring_up(self) -> None:
         from deepdraft.engine.engine import Engine
+        from deepdraft.engine.reuse import open_reuse
         from deepdraft.server.sampling import ModelView
 
         # What the first request needs is imported here, so that it need not wait for it.
@@ -81,6 +82,7 @@ class Service:
             max_running=options.max_running,
             prefill_chunk=options.prefill_chunk,
             speculation=model.speculation,
+            reuse=open_reuse(model, options),
         )
         engine.start()
         self._engine = engine

@@ -10,7 +10,6 @@ from deepdraft.server import messages_read, messages_schema
 from deepdraft.server.chat import read_conversation
 from deepdraft.server.messages import resolve_model
 from deepdraft.server.messages_read import read_arguments, read_messages
-from deepdraft.server.schema import read_body
 from deepdraft.text.prompt import render_chat
 
 from .conftest import Client
@@ -184,11 +183,7 @@ def test_a_number_of_any_size_passes(client: Client) -> None:
 
 
 def our_prompt(client: Client, body: dict[str, Any]) -> str:
-    fields, _ = read_body(
-        json.dumps({"messages": [USER], **body}).encode(),
-        messages_schema.MessagesRequest,
-        messages_schema.REFUSED_FIELDS,
-    )
+    fields, _ = messages_schema.read(json.dumps({"messages": [USER], **body}).encode())
     conversation = read_conversation(read_messages(fields).chat)
     return render_chat(conversation, client.toy.tokenizer).text
 
@@ -308,7 +303,6 @@ def test_what_changes_nothing_is_named(client: Client) -> None:
         system=[billing, TEXT],
         metadata={"user_id": "u"},
         service_tier="auto",
-        made_up=1,
         container=None,
         mcp_servers=[],
         thinking={"type": "disabled", "budget_tokens": 10, "display": "omitted"},
@@ -321,7 +315,7 @@ def test_what_changes_nothing_is_named(client: Client) -> None:
     )
     assert response.status_code == 200, response.text
     assert set(response.headers["x-deepdraft-ignored"].split(", ")) == {
-        *("metadata", "service_tier", "made_up", "mcp_servers"),
+        *("metadata", "service_tier", "mcp_servers"),
         *("system.x-anthropic-billing-header", "messages.content.is_error"),
         *("thinking.budget_tokens", "thinking.display"),
     }
@@ -366,15 +360,17 @@ def test_usage_and_its_count_beforehand(client: Client) -> None:
 
 def test_cached_tokens_are_counted_apart(client: Client) -> None:
     from deepdraft.server.messages import messages_job
-    from deepdraft.types import TokenEvent
+    from deepdraft.types import CacheUse, TokenEvent
 
     _, view = client.toy.service.ready()
-    body, _ = read_body(
-        json.dumps({"messages": [USER], "stream": True}).encode(), messages_schema.MessagesRequest
-    )
+    body, _ = messages_schema.read(json.dumps({"messages": [USER], "stream": True}).encode())
     job = messages_job(body, "toy", view)
     (start, *_) = job.push(
-        TokenEvent(request_id=job.requests[0].request_id, token_ids=(20,), num_cached_tokens=5)
+        TokenEvent(
+            request_id=job.requests[0].request_id,
+            token_ids=(20,),
+            cached=CacheUse(num_tokens=5, source="host", provenance="exact"),
+        )
     )
     usage = start["message"]["usage"]
     assert usage["cache_read_input_tokens"] == 5

@@ -1,0 +1,156 @@
+"""What requests take from the KV cache, and what they leave in it.
+
+Owns: the calls of `kv.cache` in the order that a request needs them, and the promise that a fault
+of the cache costs a request nothing but the work that it would have saved.
+Knows nothing of: HTTP, scheduling, where stored bytes lie. Only the engine's thread calls it,
+except `stats`.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deepdraft.config import EngineConfig, memory_of_machine
+from deepdraft.engine.identity import files_digest, fingerprint_fields
+from deepdraft.engine.request import Request
+from deepdraft.engine.runner import Runner
+from deepdraft.errors import ConfigError
+from deepdraft.kv.cache import KvCache
+from deepdraft.kv.layout import Layout
+from deepdraft.kv.settings import StoreSettings
+from deepdraft.kv.snapshot import fingerprint
+from deepdraft.telemetry import Counters, logger
+from deepdraft.types import CacheUse, FinishReason
+
+if TYPE_CHECKING:
+    from deepdraft.engine.load import LoadedModel
+
+AUTO_SHARE, AUTO_MOST = 8, 16 << 30
+"""`auto` takes this part of the machine's memory, at most so many bytes."""
+
+
+def open_reuse(model: "LoadedModel", options: EngineConfig) -> "Reuse | None":
+    """The KV cache of a loaded model; None where it is switched off or this model has none.
+
+    Raises ConfigError.
+    """
+    runner = model.runner
+    if not options.kv_memory or not isinstance(runner, Runner):
+        if options.kv_memory and options.kv_spill is not None:
+            raise ConfigError("kv_spill needs the KV cache, which this model family does not have")
+        return None
+    layout = Layout.of(runner.model.args, packed=options.numerics != "exact")
+    settings = StoreSettings.of(layout)
+    wanted = options.kv_memory
+    if wanted == "auto":
+        wanted = min(AUTO_MOST, memory_of_machine() // AUTO_SHARE)
+    spill = None if options.kv_spill is None else Path(options.kv_spill)
+    weights = model.fingerprint
+    if spill is not None and model.path is not None:
+        try:
+            spill.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"kv_spill: {spill} cannot be made: {error.strerror}") from error
+        weights = files_digest(model.path, spill)
+    cache = KvCache(
+        runner.pool,
+        expected=fingerprint(
+            fingerprint_fields(
+                runner, numerics=options.numerics, prefill=runner.prefill_mode, weights=weights
+            )
+        ),
+        layout=layout,
+        max_bytes=wanted,
+        mode=runner.prefill_mode,
+        drafter=runner.block_size > 0,
+        rebuilder=runner.model,
+        settings=settings,
+        spill=spill,
+        spill_bytes=options.kv_spill_bytes,
+        background=True,
+    )
+    logger.info(
+        "the KV cache holds up to %d MiB in memory%s",
+        wanted >> 20,
+        "" if spill is None else f" and {options.kv_spill_bytes >> 20} MiB on disk",
+    )
+    return Reuse(runner, cache)
+
+
+class Reuse:
+    """The KV cache as one engine uses it."""
+
+    def __init__(self, runner: Any, cache: KvCache) -> None:
+        """`runner`: an `engine.runner.Runner`, whose pool the cache was made for."""
+        self._runner, self.cache = runner, cache
+        self.counters = Counters()
+
+    def begin(self, request: Request) -> None:
+        """Fills the request's empty sequence with what is stored of its prompt."""
+        if not request.source.reuse:
+            return
+        prompt, state = request.source.prompt_ids, request.handle
+        try:
+            resumed = self.cache.resume(prompt, state)
+            points = self.cache.points(prompt)
+        except Exception:
+            logger.exception("the KV cache failed; %s is computed", request.request_id)
+            self.counters.add("errors")
+            state.truncate(0)
+            return
+        start = 0
+        if resumed is not None:
+            start = request.num_computed = resumed.num_tokens
+            request.cached = CacheUse(
+                num_tokens=resumed.cached_tokens,
+                source=resumed.source,
+                provenance=resumed.provenance,
+            )
+        request.points = [p for p in points if p > start]
+        # A checkpoint a few tokens back can be taken later: no pause for those.
+        request.pauses = [p for p in request.points if p < len(prompt) - state.pool.slack]
+
+    def after_prefill(self, request: Request) -> None:
+        """Takes the checkpoints that are due after a part of the prompt."""
+        state, kept = request.handle, request.checkpoints
+        due = [p for p in request.points if p <= state.num_tokens]
+        if not due:
+            return
+        request.points = request.points[len(due) :]
+        try:
+            kept.extend(c for p in due if (c := self.cache.capture(state, p)) is not None)
+        except Exception:
+            logger.exception("no checkpoint of %s", request.request_id)
+            self.counters.add("errors")
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """Keeps the conversation of a request that ends, or what may be kept of it: nothing where
+        it failed or its prompt was not read to the end."""
+        if not request.source.reuse:
+            return
+        try:
+            if reason == "error" or request.tainted or not request.prefilled:
+                return
+            state = request.handle
+            # Rejected drafts of the last step, and what was chosen behind the answer's end.
+            standing = request.next_position - 1 if request.output_ids else request.num_prompt
+            if state.num_tokens > standing:
+                self._runner.commit(state, standing)
+            self.after_prefill(request)
+            self._runner.feed_pending(state)
+            checkpoints, request.checkpoints = request.checkpoints, []
+            self.cache.store(state, checkpoints)
+        except Exception:
+            logger.exception("the conversation of %s is not stored", request.request_id)
+            self.counters.add("errors")
+        finally:
+            self.cache.discard(request.checkpoints)
+            request.checkpoints = []
+
+    def close(self) -> None:
+        """Keeps on disk what is to outlive the process."""
+        self.cache.close()
+
+    def stats(self) -> dict[str, int]:
+        """Counters, each name beginning with kv_."""
+        counts = {**self.cache.stats(), **self.counters.snapshot()}
+        return {f"kv_{name}": value for name, value in counts.items()}
