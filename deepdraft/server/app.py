@@ -235,7 +235,7 @@ class Handlers:
         # The second spelling is the one that Anthropic's clients read.
         headers = {"x-request-id": job.id, "request-id": job.id}
         if job.ignored:
-            headers["x-deepdraft-ignored"] = schema.header_value(job.ignored)
+            headers["x-deepdraft-ignored"] = ", ".join(job.ignored)
         events = engine.stream(job.requests)
         if job.stream:
             return StreamResponse(

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from deepdraft.errors import RequestError
-from deepdraft.server import messages_schema, responses_schema, schema
+from deepdraft.server import messages_schema, responses_schema
 from deepdraft.server.auth import owner
 from deepdraft.server.responses_store import ResponseStore
 
@@ -61,9 +61,7 @@ class Dialects:
         def make(body: bytes, view: "ModelView") -> "MessagesJob":
             from deepdraft.server.messages import messages_job, resolve_model
 
-            fields, ignored = schema.read_body(
-                body, messages_schema.MessagesRequest, messages_schema.REFUSED_FIELDS
-            )
+            fields, ignored = messages_schema.read(body)
             return messages_job(fields, resolve_model(fields.model, view), view, ignored)
 
         return await self._handlers.serve(request, make, lambda job: job.wire())
@@ -76,9 +74,7 @@ class Dialects:
         def count(body: bytes) -> int:
             from deepdraft.server.messages import count_tokens, resolve_model
 
-            fields, _ = schema.read_body(
-                body, messages_schema.MessagesRequest, messages_schema.REFUSED_FIELDS
-            )
+            fields, _ = messages_schema.read(body)
             resolve_model(fields.model, view)
             return count_tokens(fields, view)
 
@@ -93,9 +89,7 @@ class Dialects:
         def make(body: bytes, view: "ModelView") -> "ResponsesJob":
             from deepdraft.server.responses import responses_job
 
-            fields, ignored = schema.read_body(
-                body, responses_schema.ResponsesRequest, responses_schema.REFUSED_FIELDS
-            )
+            fields, ignored = responses_schema.read(body)
             name = self._handlers.service.resolve_name(fields.model, view)
             return responses_job(fields, name, view, self._store, owner(request), ignored)
 

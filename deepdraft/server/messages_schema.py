@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from deepdraft.server.schema import RefusedFields
+from deepdraft.server.schema import RefusedFields, read_body
 
 # Content
 
@@ -195,7 +195,7 @@ IGNORED_FIELDS: frozenset[str] = frozenset(
     """betas cache_control context_management diagnostics inference_geo metadata service_tier speed
     user_profile_id workspace_id""".split()
 )
-"""Known fields that are accepted and change nothing; like unknown ones, named in a header."""
+"""Fields that clients send and that change nothing here; named in a header of the answer."""
 
 NESTED_IGNORED: frozenset[str] = frozenset(
     """messages.content.is_error messages.content.redacted_thinking
@@ -213,3 +213,8 @@ REFUSED_FIELDS: RefusedFields = {
     "thread": (_NO_MEMORY, bool),
 }
 """Fields that would change the answer and cannot be honoured: reason, and which values matter."""
+
+
+def read(body: bytes) -> tuple[MessagesRequest, tuple[str, ...]]:
+    """`schema.read_body` with this API's fields."""
+    return read_body(body, MessagesRequest, REFUSED_FIELDS, IGNORED_FIELDS)

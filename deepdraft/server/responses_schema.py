@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from deepdraft.server.schema import RefusedFields
+from deepdraft.server.schema import RefusedFields, read_body
 
 # Input items
 
@@ -238,7 +238,7 @@ IGNORED_FIELDS: frozenset[str] = frozenset(
     prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier service_tier
     stream_options truncation user""".split()
 )
-"""Known fields that are accepted and change nothing; like unknown ones, named in a header."""
+"""Fields that clients send and that change nothing here; named in a header of the answer."""
 
 LOGPROBS = "message.output_text.logprobs"
 REPLAY = "reasoning.encrypted_content"
@@ -260,3 +260,8 @@ REFUSED_FIELDS: RefusedFields = {
     "prompt": ("prompt templates are not kept; send instructions and input", bool),
 }
 """Fields that would change the answer and cannot be honoured: reason, and which values matter."""
+
+
+def read(body: bytes) -> tuple[ResponsesRequest, tuple[str, ...]]:
+    """`schema.read_body` with this API's fields."""
+    return read_body(body, ResponsesRequest, REFUSED_FIELDS, IGNORED_FIELDS)

@@ -5,6 +5,7 @@ in a body.
 Knows nothing of: prompts, sampling, the engine. Runs without torch.
 """
 
+import difflib
 import functools
 import re
 from collections.abc import Callable, Mapping
@@ -233,7 +234,7 @@ IGNORED_FIELDS: frozenset[str] = frozenset(
     service_tier session_id skip_special_tokens spaces_between_special_tokens store
     stream_reasoning user user_id verbosity vllm_xargs""".split()
 )
-"""Known fields that are accepted and change nothing; like unknown ones, named in a header."""
+"""Fields that clients send and that change nothing here; named in a header of the answer."""
 
 _NO_GRAMMAR = "use response_format, or structured_outputs with json, regex or choice"
 _NO_OLD_CALLS = "the old function interface is not served; use tools and tool_choice"
@@ -267,8 +268,7 @@ REFUSED_FIELDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
 }
 """Fields that would change the answer and cannot be honoured: reason, and which values matter."""
 
-_MAX_NAMED = 32
-_HEADER_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}\Z")
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}\Z")
 
 RefusedFields = Mapping[str, tuple[str, Callable[[Any], bool]]]
 RequestT = TypeVar("RequestT", bound=Struct)
@@ -285,11 +285,15 @@ def field_names(kind: type[Struct]) -> frozenset[str]:
 
 
 def read_body(
-    body: bytes, kind: type[RequestT], refused: RefusedFields = REFUSED_FIELDS
+    body: bytes,
+    kind: type[RequestT],
+    refused: RefusedFields = REFUSED_FIELDS,
+    without_effect: frozenset[str] = IGNORED_FIELDS,
 ) -> tuple[RequestT, tuple[str, ...]]:
     """The request in a JSON body, and the names of its fields that have no effect.
 
-    Raises RequestError that names the place: the field's path, or the byte for broken JSON.
+    Raises RequestError that names the place: the field's path, or the byte for broken JSON. A field
+    that is in no list is refused, as nobody knows what it would mean; null is always accepted.
     """
     try:
         body.decode("utf-8")
@@ -299,7 +303,7 @@ def read_body(
         ) from error
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        ignored = _sort_out(fields, field_names(kind), refused)
+        ignored = _sort_out(fields, field_names(kind), refused, without_effect)
         request = _decoder(kind).decode(body)
     except msgspec.ValidationError as error:
         raise _field_error(str(error)) from error
@@ -311,7 +315,10 @@ def read_body(
 
 
 def _sort_out(
-    fields: dict[str, msgspec.Raw], honoured: frozenset[str], refused: RefusedFields
+    fields: dict[str, msgspec.Raw],
+    honoured: frozenset[str],
+    refused: RefusedFields,
+    without_effect: frozenset[str],
 ) -> tuple[str, ...]:
     ignored = []
     for name, raw in fields.items():
@@ -321,8 +328,17 @@ def _sort_out(
             reason, matters = refused[name]
             if matters(msgspec.json.decode(raw)):
                 raise RequestError(f"{name} is refused: {reason}", param=name)
+        elif name not in without_effect:
+            raise _unknown(name, honoured)
         ignored.append(name)
     return tuple(ignored)
+
+
+def _unknown(name: str, honoured: frozenset[str]) -> RequestError:
+    shown = name if _PLAIN_NAME.match(name) else repr(name[:64])
+    near = difflib.get_close_matches(name[:64], honoured, n=1)
+    hint = f"did you mean {near[0]}?" if near else "leave it out"
+    return RequestError(f"{shown} is no field of this request; {hint}", param=shown)
 
 
 def _field_error(text: str) -> RequestError:
@@ -332,11 +348,3 @@ def _field_error(text: str) -> RequestError:
     if not path:
         return RequestError(f"the body is wrong: {what[:1].lower()}{what[1:]}")
     return RequestError(f"{path}: {what[:1].lower()}{what[1:]}", param=path)
-
-
-def header_value(names: tuple[str, ...]) -> str:
-    """Names for a response header; a name that could harm a header shows as `?`."""
-    shown = [n if _HEADER_NAME.match(n) else "?" for n in names[:_MAX_NAMED]]
-    if len(names) > _MAX_NAMED:
-        shown.append("...")
-    return ", ".join(shown)

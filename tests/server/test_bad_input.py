@@ -146,6 +146,10 @@ FIELDS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "audio output": ({"modalities": ["text", "audio"]}, "modalities", "only text"),
     "grammar": ({"guided_grammar": "start: /a/"}, "guided_grammar", "structured_outputs"),
     "min_tokens": ({"min_tokens": 3}, "min_tokens", "leave it out"),
+    "unknown field": ({"banana": 0}, "banana", "no field of this request; leave it out"),
+    "misspelt field": ({"temprature": 0.5}, "temprature", "did you mean temperature?"),
+    "field of completions": ({"prompt": "a"}, "prompt", "no field"),
+    "evil field": ({"a\r\nset-cookie: b": False}, "'a\\r\\nset-cookie: b'", "no field"),
     "continue": ({"continue_final_message": True}, "continue_final_message", '"prefix": true'),
 }
 
@@ -182,7 +186,8 @@ BODIES: dict[str, tuple[bytes, str]] = {
     ),
     "bad utf-8 in an unknown field": (b'{"x": "\xff", "messages": []}', "not valid UTF-8: byte 7"),
     "deep": (b'{"messages": ' + b"[" * 9000 + b"]" * 9000 + b"}", "nested too deeply"),
-    "deep in an unknown field": (b'{"x": ' + b"[" * 9000 + b"]" * 9000 + b"}", "nested too"),
+    "deep in an ignored field": (b'{"user": ' + b"[" * 9000 + b"]" * 9000 + b"}", "nested too"),
+    "deep in an unknown field": (b'{"x": ' + b"[" * 900 + b"]" * 900 + b"}", "x is no field"),
     "huge number": (b'{"messages": [], "temperature": 1e999}', "out of range"),
 }
 

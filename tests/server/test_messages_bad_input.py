@@ -52,6 +52,7 @@ def turn(role: str, *blocks: Any) -> dict[str, Any]:
 FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "no messages": ({"messages": []}, "messages is empty"),
     "messages no list": ({"messages": "Hi"}, "messages: expected `array`, got `str`"),
+    "unknown field": ({"made_up": 1}, "made_up"),
     "unknown role": ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
     "no content": ({"messages": [{"role": "user"}]}, "`content`"),
     "null content": ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),

@@ -21,6 +21,7 @@ TABLE = dict(
 # What "different" means, by status.
 DIFFERENT = {
     "check/model unknown": 404,
+    "check/unknown field": 400,
     "check/temp think": 200,
     "check/topp v4pro think tools": 200,
     "check/both max": 200,

@@ -14,7 +14,6 @@ from deepdraft.server.chat import read_conversation
 from deepdraft.server.responses_read import read_responses
 from deepdraft.server.responses_store import ResponseStore
 from deepdraft.server.responses_tools import RawInput
-from deepdraft.server.schema import read_body
 from deepdraft.text.calls import CallWriter
 from deepdraft.text.prompt import render_chat
 
@@ -259,11 +258,7 @@ def test_usage(client: Client) -> None:
 
 
 def our_prompt(client: Client, body: dict[str, Any]) -> str:
-    fields, _ = read_body(
-        json.dumps({"input": "Hi", **body}).encode(),
-        responses_schema.ResponsesRequest,
-        responses_schema.REFUSED_FIELDS,
-    )
+    fields, _ = responses_schema.read(json.dumps({"input": "Hi", **body}).encode())
     read, _, _ = read_responses(fields)
     return render_chat(read_conversation(read.chat), client.toy.tokenizer).text
 
@@ -414,7 +409,6 @@ def test_what_changes_nothing_is_named(client: Client) -> None:
         include=["reasoning.encrypted_content", "web_search_call.results"],
         truncation="auto",
         user="u",
-        made_up=1,
         background=False,
         text={"verbosity": "low"},
         reasoning={"effort": "none", "summary": "auto", "generate_summary": "auto"},
@@ -422,7 +416,7 @@ def test_what_changes_nothing_is_named(client: Client) -> None:
     )
     assert response.status_code == 200, response.text
     assert set(response.headers["x-deepdraft-ignored"].split(", ")) == {
-        *("truncation", "user", "made_up", "background", "include", "text.verbosity"),
+        *("truncation", "user", "background", "include", "text.verbosity"),
         *("reasoning.summary", "reasoning.generate_summary"),
         *("tools.format", "tools.web_search", "tools.local_shell", "input.web_search_call"),
     }

@@ -44,6 +44,7 @@ FIELDS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "input number": ({"input": 5}, "input", "got `int`"),
     "item number": ({"input": [5]}, "input[0]", "got `int`"),
     "item without role": ({"input": [{"content": "a"}]}, "input[0]", "`role`"),
+    "unknown field": ({"made_up": 1}, "made_up", "no field of this request"),
     "unknown role": (
         {"input": [USER, {"role": "tool", "content": "a"}]},
         "input[1].role",
