@@ -9,6 +9,7 @@ NVLink multicast stays off, as the launcher's variables say. Needs torch and tri
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import shutil
@@ -160,6 +161,69 @@ def symmetric(rank: int) -> dict:
     return result
 
 
+METRICS = {
+    "us": "gpu__time_duration.sum",
+    "dram %": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "issue %": "smsp__issue_active.avg.pct_of_peak_sustained_active",
+    "warps": "sm__warps_active.avg.per_cycle_active",
+    "registers": "launch__registers_per_thread",
+    "shared": "launch__shared_mem_per_block",
+    "blocks limit shared": "launch__occupancy_limit_shared_mem",
+    "blocks limit registers": "launch__occupancy_limit_registers",
+    **{
+        f"stall {why.replace('_', ' ')}": (
+            f"smsp__average_warps_issue_stalled_{why}_per_issue_active.ratio"
+        )
+        for why in (
+            "long_scoreboard", "short_scoreboard", "barrier", "math_pipe_throttle",
+            "mio_throttle", "lg_throttle", "wait", "not_selected",
+        )
+    },
+}  # fmt: skip
+"""What ncu reads of each profiled kernel."""
+
+
+def profile() -> dict:
+    """Under ncu: one launch of each large kernel, at published sizes."""
+    import kernel_timed as kt
+    import torch
+
+    sizes = kt.replace(kt.PUBLISHED, fresh=1)
+    o = kt.Operands("cuda", sizes)
+    cases = []
+    for width in (2304, 288):
+        cases += list(kt.expert_timed(o, width, [(6, 22)]))
+    for shape in kt.dense_shapes(sizes, 1):
+        if shape[0] in ("wq_b", "wo_a", "wo_b", "wq_a+wkv", "head"):
+            cases.append(kt.dense_timed(o, shape, ""))
+    cases.append(kt.attention_timed(o, 6, 64))
+    cases += [c for c in kt.small_timed(o, 6) if c.name.startswith(("mix", "boundary", "write"))]
+    for case in cases:
+        case.launch(0)
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+        case.launch(0)
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+    return {}
+
+
+def profiled(output: str) -> list[dict]:
+    """ncu's table (csv, one line a kernel) by our names."""
+    lines = [line for line in output.splitlines() if line.startswith('"')]
+    table = list(csv.DictReader(lines))
+    kernels = []
+    for row in table[1:]:  # the first holds the units
+        kernels.append(
+            {
+                "kernel": row["Kernel Name"],
+                "grid": row.get("Grid Size"),
+                **{name: row.get(metric) for name, metric in METRICS.items()},
+            }
+        )
+    return kernels
+
+
 # ---- parent --------------------------------------------------------------------------------
 
 
@@ -202,7 +266,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.look:
         name, _, rank = args.look.partition(":")
-        looks = {"peer": peer, "pdl": pdl}
+        looks = {"peer": peer, "pdl": pdl, "profile": profile}
         result = symmetric(int(rank)) if name == "symmetric" else looks[name]()
         print("@", json.dumps(result), flush=True)
         os._exit(0)
@@ -226,6 +290,17 @@ def main() -> None:
             for rank in (0, 1)
         ]  # fmt: skip
         say("symmetric", [outcome(*finish(r)) for r in ranks])
+    ncu = shutil.which("ncu") or "/usr/local/cuda/bin/ncu"
+    if end - time.monotonic() > 25 and Path(ncu).exists():
+        command = [ncu, "--clock-control", "none", "--profile-from-start", "off", "--csv"]
+        command += ["--page", "raw", "--metrics", ",".join(METRICS.values()), *own, "profile"]
+        limit = min(45, end - time.monotonic() - 20)
+        output, how = finish(child(command, limit, CUDA_VISIBLE_DEVICES="0"))
+        try:
+            kernels = profiled(output)
+        except (KeyError, csv.Error) as e:
+            kernels = [{"failed": repr(e)}]
+        say("profile", kernels or {"failed": how, "tail": output[-900:]})
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if end - time.monotonic() < 15 or not Path(sanitizer).exists():
         say("sanitizer", "no time" if Path(sanitizer).exists() else "not installed")

@@ -356,7 +356,7 @@ def main() -> None:
             run.results["ceilings"] = line
             print(line, flush=True)
 
-    tail = 75 if "pair" in parts else 3
+    tail = 105 if "pair" in parts else 3
     step("ceilings", ceilings)
     if {"check", "rows", "time", "tune"} & set(parts):
         check_and_compile(run, parts)
