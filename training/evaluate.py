@@ -13,15 +13,17 @@ import torch
 
 from training import losses, ops
 from training.batches import SourceRows, sources_of, stack
+from training.continuations import rows_of, split_given
 from training.model import Batch, Model, alignment
 
 
 def to_batch(rows: np.ndarray, device: torch.device) -> Batch:
-    """Host rows [3, B, T] -> device batch."""
+    """Host rows [3 or 4, B, T] -> device batch; the fourth says where the drafter learns."""
     t = torch.from_numpy(rows)
     if device.type == "cuda":
         t = t.pin_memory().to(device, non_blocking=True)
-    return Batch(t[0], t[1], t[2])
+    own = t[3] > 0 if t.shape[0] > 3 else None
+    return Batch(t[0], t[1], t[2], own=own)
 
 
 class HeldOut:
@@ -35,6 +37,14 @@ class HeldOut:
                 continue
             maker = SourceRows(corpus, s, length, alignment(a), a.pad_token_id, 0)
             self.parts.append((s.name, stack([maker.next_row() for _ in range(rows)])))
+        self.shape = (length, alignment(a), a.pad_token_id)
+
+    def add_continuations(self, held_out: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
+        """Also the model's own greedy texts, as `own-KIND`: 4 rows of each kind."""
+        self.parts = [x for x in self.parts if not x[0].startswith("own-")]
+        for kind, (tokens, starts) in held_out.items():
+            maker = rows_of(tokens, starts, *self.shape, 0)
+            self.parts.append((f"own-{kind}", split_given([maker.next_row() for _ in range(4)])))
 
     @torch.no_grad()
     def run(self, model: Model) -> dict[str, dict[str, float]]:

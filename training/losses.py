@@ -43,6 +43,8 @@ def draft_distance(
 def pick_anchors(batch: Batch, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Random anchors [B, A] (known token with a token before and behind it) and their validity."""
     valid = (weight > 0) & (batch.pos >= 1)
+    if batch.own is not None:
+        valid = valid & batch.own
     score = torch.rand(valid.shape, device=valid.device).masked_fill(~valid, -1.0)
     top = score.topk(min(count, score.shape[1]), dim=1)
     return top.indices, top.values >= 0
@@ -83,8 +85,12 @@ def draft_loss(
     weight: Tensor,
     anchors_per_row: int,
     ce_share: float,
+    reach_share: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """Loss, mean expected acceptance, mean confidence loss, routing loads. `logits` [B, T, V]."""
+    """Loss, mean expected acceptance, mean confidence loss, routing loads. `logits` [B, T, V].
+
+    `reach_share`: how far a position's weight follows the chance that it is reached.
+    """
     block = model.args.dspark_block_size
     anchors, valid = pick_anchors(batch, weight, anchors_per_row)
     d = drafter.draft(model, batch, taps, anchors)
@@ -102,6 +108,11 @@ def draft_loss(
     bce = functional.binary_cross_entropy_with_logits(raw, accept.to(raw.dtype), reduction="none")
     decay = torch.exp(-torch.arange(block, device=anchors.device) / 4.0)
     w = (t.weight * decay).flatten()
+    if reach_share:
+        # A draft counts only where those before it stand.
+        reach = accept.view(t.rows.shape)[..., :-1].cumprod(-1)
+        reach = functional.pad(reach, (1, 0), value=1.0).flatten()
+        w = w * (1 - reach_share + reach_share * reach)
     total = w.sum().clamp(min=1.0)
     seen = t.weight.flatten()
     loss = (w * (ce_share * ce + (1 - ce_share) * l1 + bce)).sum() / total

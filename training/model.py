@@ -44,13 +44,15 @@ class Options:
 @dataclass
 class Batch:
     """Packed rows. `*_cut` [B]: window attention of the encoder (decoder) layers does not look
-    back over this row position (bounded replay); 0 = no cut."""
+    back over this row position (bounded replay); 0 = no cut. `own` [B, T]: tokens after which the
+    drafter learns; None: all."""
 
     tokens: Tensor
     pos: Tensor
     seg: Tensor
     encoder_cut: Tensor | None = None
     decoder_cut: Tensor | None = None
+    own: Tensor | None = None
 
 
 @dataclass

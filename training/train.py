@@ -21,6 +21,7 @@ from torch import Tensor
 
 from training import losses, ops, store
 from training.batches import Sampler, prefetch
+from training.continuations import Continuations, split_given
 from training.evaluate import HeldOut, Prompts, mean_of, quietly, to_batch
 from training.model import Batch, Model, Options, alignment
 from training.optim import Optimiser
@@ -58,6 +59,9 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--z-loss", type=float, default=1e-5)
     p.add_argument("--bias-rate", type=float, default=1e-3)
     p.add_argument("--draft-ce", type=float, default=0.1, help="share of cross entropy, at the end")
+    p.add_argument("--draft-reach", type=float, default=0.0, help="see losses.draft_loss")
+    p.add_argument("--continuations", type=Path, help="folder of training.continuations")
+    p.add_argument("--continuation-share", type=float, default=0.6, help="of the rows")
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--no-compile", action="store_true")
@@ -133,6 +137,11 @@ class Trainer:
             {k: float(v) for k, _, v in (x.partition("=") for x in opts.weights.split(",") if x)},
         )
         self.held_out = HeldOut(corpus, self.model, opts.length, opts.eval_rows)
+        self.continuations = None
+        if opts.continuations is not None:
+            self.continuations = Continuations(
+                opts.continuations, opts.length, alignment(args), args.pad_token_id, opts.seed
+            )
         self.prompts = None
         if opts.prompts is not None:
             self.prompts = quietly(
@@ -190,6 +199,17 @@ class Trainer:
             act_quant=quant and self.rng.random() < o.act_share,
         )
 
+    def next_batch(self) -> np.ndarray:
+        """Rows [3 or 4, B, T]: of the corpus, and of continuations as far as there are any."""
+        o = self.o
+        if self.continuations is None:
+            return self.sampler.batch(o.batch)
+        want = round(o.continuation_share * o.batch)
+        own = self.continuations.next_rows(want)
+        rows = self.sampler.batch(o.batch - len(own))
+        rows = np.concatenate((rows, np.ones_like(rows[:1])))
+        return np.concatenate((rows, split_given(own)), axis=1) if own else rows
+
     # one step
 
     def cuts(self, batch: Batch, progress: float) -> None:
@@ -219,7 +239,7 @@ class Trainer:
             ce_mean = (ce * w).sum() / total
         share = o.draft_ce + 0.4 * max(0.0, 1 - 2 * progress) if joint else o.draft_ce
         draft, accept, conf, loads = losses.draft_loss(
-            model, batch, out.taps, logits, weight, o.anchors, share
+            model, batch, out.taps, logits, weight, o.anchors, share, o.draft_reach
         )
         loss = draft
         metrics = {"ce": ce_mean, "draft": draft, "soft": accept, "conf": conf, "fill": w.mean()}
@@ -331,6 +351,8 @@ class Trainer:
 
     def evaluate(self, final: bool = False) -> None:
         """Held-out losses, forced answers; samples at the end. Errors are only logged."""
+        if self.continuations is not None:
+            self.held_out.add_continuations(self.continuations.held_out())
         result = quietly(lambda: self.held_out.run(self.model), self.say) or {}
         forced = None
         if self.prompts:
@@ -381,7 +403,7 @@ class Trainer:
             a = self.model.args
             ops.set_compiled(True, int(0.75 * o.batch * o.length * a.hc_mult * a.hidden_size))
         self.load_compiled()
-        feed = prefetch(lambda: self.sampler.batch(o.batch))
+        feed = prefetch(self.next_batch)
         for k in range(3):
             begun = time.monotonic()
             self.attempt(next(feed))
@@ -423,6 +445,7 @@ class Trainer:
             "tokens": self.steps * self.o.batch * self.o.length,
             "seconds": round(time.monotonic() - self.born, 1),
             "epochs": self.sampler.epochs(),
+            "continuation_tokens": self.continuations.tokens if self.continuations else 0,
             "micro_batches": self.micro,
             "compiled": ops.is_compiled(),
             "eval": self.last_eval,
