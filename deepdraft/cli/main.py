@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "generate": ("deepdraft.cli.tools", "generate", "Answer one prompt and print it."),
     "inspect": ("deepdraft.cli.tools", "inspect", "Show what a checkpoint or config.json holds."),
     "golden": ("deepdraft.cli.tools", "golden", "Replay recorded data against its tolerances."),
+    "tiny": ("deepdraft.cli.proof", "tiny", "Write a tiny checkpoint with random weights."),
     "selftest": ("deepdraft.cli.tools", "selftest", "Check this machine's arithmetic."),
     "bench": ("deepdraft.cli.tools", "bench", "Measure speed or start-up."),
 }
@@ -55,14 +56,14 @@ def cli() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code.
 
-    0 worked; 1 a check failed; 2 wrong usage, settings, files or requests, with one message;
-    130 stopped by Ctrl-C.
+    0 worked; 1 a check failed; 2 wrong usage, settings, files or requests, with one message; 3 a
+    process of a tensor-parallel model died or hung; 130 stopped by Ctrl-C.
     """
     try:
         result = cli.main(arguments, prog_name="deepdraft", standalone_mode=False)
     except DeepdraftError as error:
         click.echo(f"Error: {error.message}", err=True)
-        return 2
+        return error.exit_code
     except click.ClickException as error:
         error.show()
         return 2

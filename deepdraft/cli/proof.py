@@ -1,0 +1,39 @@
+"""Subcommands that prove a checkpoint: doctor, parity, tiny.
+
+Owns: their flags. Knows nothing of: how the work is done; each imports its module when it runs.
+"""
+
+from typing import Any
+
+import click
+
+_KINDS = ("llama", "v2", "v2-lite", "v3", "v32", "v4", "v41")
+
+
+@click.command()
+@click.argument("family", type=click.Choice(_KINDS))
+@click.argument("out", metavar="OUT")
+@click.option("--seed", type=int, default=0, show_default=True, metavar="N")
+@click.option(
+    "--style",
+    type=click.Choice(("published", "transformers5", "vllm", "lmdeploy")),
+    default="published",
+    show_default=True,
+    help="Keys of config.json.",
+)
+@click.option(
+    "--storage",
+    type=click.Choice(("float32", "bfloat16", "published")),
+    default="float32",
+    show_default=True,
+    help="How weights are stored.",
+)
+@click.option("--shards", type=click.IntRange(1, 99), default=1, show_default=True, metavar="N")
+@click.option("--real-latents", is_flag=True, help="Latent sizes that kernels are compiled for.")
+@click.option("--mtp", is_flag=True, help="With a next-token prediction layer (v3, v32).")
+def tiny(family: str, out: str, **options: Any) -> int:
+    """Write a tiny checkpoint of FAMILY with random weights into the directory OUT."""
+    from deepdraft.proof.tiny_write import write_tiny
+
+    click.echo(str(write_tiny(out, family, **options)))
+    return 0
