@@ -9,6 +9,7 @@
         UnknownModel         no such model is served here (HTTP 404)
       Overloaded             the queue is full or the server is draining (HTTP 503)
       EngineError            the engine failed while serving (HTTP 500)
+        RankError            a process of a tensor-parallel model died, failed or hung
 
 A message says what was wrong, where, and what to do.
 """
@@ -22,6 +23,8 @@ class DeepdraftError(Exception):
     http_status = 500
     kind = "server_error"
     code = "internal_error"
+    exit_code = 2
+    """Of a command that ends with this error."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -81,3 +84,13 @@ class Overloaded(DeepdraftError):
 
 class EngineError(DeepdraftError):
     """The engine failed while it worked on a request."""
+
+
+class RankError(EngineError):
+    """One of the processes of a tensor-parallel model died, failed or hung; all were ended."""
+
+    exit_code = 3
+
+    def __init__(self, message: str, *, exit_code: int = 3) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

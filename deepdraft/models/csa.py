@@ -311,6 +311,7 @@ class Attention:
         self.kv_norm = weights.vector(f"{prefix}.kv_norm.weight")
         self.wo_a = weights.grouped(f"{prefix}.wo_a.weight", args.o_groups)
         self.wo_b = weights.linear(f"{prefix}.wo_b.weight")
+        self.join = weights.join(f"{prefix}.wo_b.weight")
         self.compressor = self.indexer = None
         raw: list[str] = []
         query = [f"{prefix}.wq_b.weight"]
@@ -395,4 +396,4 @@ class Attention:
         num = self.num
         groups = o.reshape(o.shape[0], self.args.o_groups, -1).transpose(0, 1)
         t = num.act(torch.bmm(groups, self.wo_a)).transpose(0, 1).reshape(o.shape[0], -1)
-        return num.act(torch.mm(num.fp8(t), self.wo_b))
+        return num.act(self.join(torch.mm(num.fp8(t), self.wo_b)))

@@ -31,6 +31,7 @@ from deepdraft.models.moe import MoE
 from deepdraft.models.state import SequenceState, StatePool
 from deepdraft.ops.elementwise import HyperMix, Rotary, collapse, expand, rms_norm
 from deepdraft.ops.engram_hash import engram_tables
+from deepdraft.parallel.shards import WHOLE, Shards
 
 PrefillMode = Literal["full", "encoder"]
 Work = Sequence[tuple[SequenceState, Sequence[int]]]
@@ -139,10 +140,12 @@ class DeepseekV41:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         drafter: bool = True,
+        shards: Shards = WHOLE,
     ) -> None:
         """`token_map`: compressed id of each token (deepdraft.text.engram_token_map); needed where
         the model has Engram layers. `numerics`: a name, computed in `dtype`, or ready made.
-        `drafter`: load the DSpark layers too."""
+        `drafter`: load the DSpark layers too. `shards`: this rank's share; `source` gives its
+        parts, and all ranks make the same calls."""
         if args.engram_layer_ids and token_map is None:
             raise ConfigError("this model has Engram layers and needs the tokenizer's token map")
         self.args, self.device = args, device
@@ -150,11 +153,12 @@ class DeepseekV41:
             numerics = make_numerics(numerics, dtype)
         self.num = num = numerics
         dtype = num.dtype
-        weights = Weights(source, dtype, device)
+        weights, own = Weights(source, dtype, device, shards), shards.local(args)
         self.embed = weights.vector("embed.weight")
-        self.blocks = [Block(args, weights, i, num) for i in range(args.num_hidden_layers)]
+        self.blocks = [Block(own, weights, i, num) for i in range(args.num_hidden_layers)]
         self.norm = weights.vector("norm.weight")
         self.head = weights.linear("head.weight")
+        self.join_head = weights.join("head.weight")
         self.hash = (
             EngramHash(args, engram_tables(args), token_map)
             if args.engram_layer_ids and token_map is not None
@@ -174,7 +178,7 @@ class DeepseekV41:
         first[..., 0] = 1.0
         self.first_mix = first
         self.drafter = (
-            Drafter(args, weights, num, self.rotary_window, self.embed, self.head, first)
+            Drafter(own, weights, num, self.rotary_window, self.embed, self.head, first)
             if drafter and args.num_nextn_predict_layers
             else None
         )
@@ -250,7 +254,8 @@ class DeepseekV41:
     def _logits(self, x: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
         num = self.num
         h = num.act(collapse(x, p))
-        return num.act(rms_norm(h, self.norm, self.args.rms_norm_eps)) @ self.head, h
+        normed = num.act(rms_norm(h, self.norm, self.args.rms_norm_eps))
+        return self.join_head(normed @ self.head), h
 
     # ---- step ------------------------------------------------------------------------------
 

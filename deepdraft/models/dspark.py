@@ -145,10 +145,13 @@ class Drafter:
         last = f"mtp.{count - 1}"
         self.blocks = [DraftBlock(args, weights, m, num) for m in range(count)]
         self.main_proj = weights.linear("mtp.0.main_proj.weight")
+        self.join_main = weights.join("mtp.0.main_proj.weight")
         self.main_norm = weights.vector("mtp.0.main_norm.weight")
         self.norm = weights.vector(f"{last}.norm.weight")
         self.markov_embed = weights.vector(f"{last}.markov_head.embed.weight")
         self.markov_head = weights.linear(f"{last}.markov_head.head.weight")
+        self.join_markov = weights.join(f"{last}.markov_head.head.weight")
+        self.join_head = weights.join("head.weight")
         self.confidence = weights.vector(f"{last}.confidence_head.proj.weight").view(-1)
 
     def _turn(self, positions: Tensor) -> Rotation:
@@ -157,7 +160,7 @@ class Drafter:
     def condition(self, taps: Tensor) -> Tensor:
         """taps [n, taps * D] -> mu [n, D] (notes 6.1)."""
         num = self.num
-        mu = num.act(num.fp8(num.act(taps)) @ self.main_proj)
+        mu = num.act(self.join_main(num.fp8(num.act(taps)) @ self.main_proj))
         return num.act(rms_norm(mu, self.main_norm, self.args.rms_norm_eps))
 
     def feed(self, state: SequenceState, taps: Tensor, first: int) -> None:
@@ -247,7 +250,7 @@ class Drafter:
             context = context.view(len(work), -1, context.shape[-1])
             x, p = layer(x, p, turn, context, places_t, note)
         h = num.act(collapse(x, p))
-        base = num.act(rms_norm(h, self.norm, args.rms_norm_eps)) @ self.head
+        base = self.join_head(num.act(rms_norm(h, self.norm, args.rms_norm_eps)) @ self.head)
         return [
             DraftStart(
                 state.num_tokens + 1,
@@ -261,7 +264,8 @@ class Drafter:
     def refine(self, start: DraftStart, b: int, previous: int) -> tuple[Tensor, Tensor]:
         """Logits [V] of draft b and its raw confidence [], given the token before it."""
         e = self.markov_embed[previous]
-        row = start.base_logits[b] + torch.mm(e.expand(2, -1), self.markov_head)[0]
+        bias = self.join_markov(torch.mm(e.expand(2, -1), self.markov_head))
+        row = start.base_logits[b] + bias[0]
         return row, torch.cat([start.hidden[b], e]).mul_(self.confidence).sum()
 
     @torch.inference_mode()

@@ -50,12 +50,15 @@ class Engram:
         self.scale_of = torch.exp2(codes.to(num.dtype) - 127.0)
         self.device = weights.device
         self.wkv = weights.linear(f"{prefix}.wkv.weight")
+        self.join = weights.join(f"{prefix}.wkv.weight")
+        tables = (args.engram_max_ngram_size - 1) * args.engram_n_heads
+        self.own, self.first_row = weights.shards.own_tables(f"{prefix}.embed.weight", tables)
         gate = weights.vector(f"{prefix}.q_weight") * weights.vector(f"{prefix}.k_weight")
         self.gate = gate * self.hidden**-0.5
 
     def lookup(self, rows: Tensor) -> Tensor:
         """Table rows int64 [R, G * H] -> dequantised and concatenated [R, G * H * row width]."""
-        flat = rows.reshape(-1)
+        flat = (rows[:, self.own] - self.first_row).reshape(-1)
         values = self.value_of[self.values.index_select(0, flat).int()]
         scales = self.scale_of[self.scales.index_select(0, flat).int()]
         e = values.view(flat.shape[0], scales.shape[1], -1).mul_(scales.unsqueeze(-1))
@@ -65,7 +68,7 @@ class Engram:
         """X [R, S, D] plus what the memory holds for these rows (notes 5.3)."""
         num, s = self.num, self.streams
         e = self.lookup(rows)
-        kv = num.act(torch.mm(num.fp8(e), self.wkv)).view(-1, s + 1, self.hidden)
+        kv = num.act(self.join(torch.mm(num.fp8(e), self.wkv))).view(-1, s + 1, self.hidden)
         key, value = kv[:, :s], kv[:, s:]
         dot = (x * self.gate).mul_(key).sum(-1)
         dot.mul_(inverse_rms(x, self.eps).squeeze(-1)).mul_(inverse_rms(key, self.eps).squeeze(-1))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deepdraft.errors import ConfigError
 from deepdraft.ops import attention
+from deepdraft.parallel.shards import WHOLE, Join, Shards
 from deepdraft.quant import formats
 
 NumericsName = Literal["exact", "qsim", "quant"]
@@ -99,9 +100,18 @@ class Weights:
     """
 
     def __init__(
-        self, source: WeightSource, dtype: torch.dtype, device: torch.device | str
+        self,
+        source: WeightSource,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        shards: Shards = WHOLE,
     ) -> None:
-        self.source, self.dtype, self.device = source, dtype, device
+        """`source` gives this rank's parts where `shards` splits the model."""
+        self.source, self.dtype, self.device, self.shards = source, dtype, device, shards
+
+    def join(self, name: str) -> Join:
+        """What makes the result of that map whole on every rank; the identity on one."""
+        return self.shards.join(name)
 
     def vector(self, name: str) -> Tensor:
         """A norm weight, bias, sink or table in its published shape."""

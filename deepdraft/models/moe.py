@@ -22,6 +22,7 @@ class MoE:
         self.gate = weights.linear(f"{prefix}.gate.weight")
         self.bias = weights.vector(f"{prefix}.gate.bias")
         self.w13, self.w2 = weights.experts(prefix, experts)
+        self.join = weights.join(f"{prefix}.shared_experts.w2.weight")
         self._shared: dict[int, tuple[Tensor, Tensor]] = {}
 
     def _shared_pick(self, rows: int) -> tuple[Tensor, Tensor]:
@@ -54,4 +55,4 @@ class MoE:
             round_up=num.act,
             quantise=num.fp8,
         )
-        return num.act(y)
+        return num.act(self.join(y))
