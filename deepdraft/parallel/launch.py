@@ -19,7 +19,7 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from deepdraft.errors import RankError
+from deepdraft.errors import DeepdraftError, RankError
 from deepdraft.parallel.rank import PAGE_BYTES, VARIABLE, Health, read_page
 
 POLL_S = 0.05
@@ -167,7 +167,11 @@ def _watch(pages: mmap.mmap, ranks: Sequence[_Watched], limits: Limits) -> None:
             if ended_s > limits.end_s:
                 return  # the answers are out; what still runs is killed by the caller
         else:
-            failed = [w for w in ranks if w in gone or w.health.state == "failed"]
+            failed = [
+                w
+                for w in ranks
+                if (w in gone and w.health.state != "ended") or w.health.state == "failed"
+            ]
             if failed:
                 waited_s += elapsed_s
                 cause = next((w for w in failed if not w.health.peer_lost), None)
@@ -182,11 +186,10 @@ def _watch(pages: mmap.mmap, ranks: Sequence[_Watched], limits: Limits) -> None:
 def _died(cause: _Watched, ranks: Sequence[_Watched]) -> RankError:
     code, health = cause.process.returncode, cause.health
     exit_code = RankError.exit_code
+    if health.state == "failed" and health.exit_code == DeepdraftError.exit_code:
+        # A wrong setting or file: told as by a single process.
+        return RankError(health.message, exit_code=health.exit_code)
     if health.state == "failed":
-        # What every rank finds alike (a bad file, a wrong setting) is told as by a single process.
-        everywhere = sum(w.health.message == health.message for w in ranks) == len(ranks)
-        if everywhere:
-            return RankError(health.message, exit_code=health.exit_code)
         what, exit_code = f"failed: {health.message}", health.exit_code
     elif code is not None and code < 0:
         name = signal.Signals(-code).name
