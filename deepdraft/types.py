@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
+"""`abort`: somebody asked for it; `timeout`: the request's deadline passed."""
 Rule = Literal["token", "block", "coupled"]
 """How drafts are verified (docs/speculation.md)."""
 
@@ -87,6 +88,12 @@ class GenerateRequest:
     """What the answer must look like. It ends by itself where nothing may follow."""
     reuse: bool = True
     """May start from stored conversations, and is stored as one."""
+    tenant: str = ""
+    """Whose request it is; a busy engine is shared between tenants."""
+    priority: int = 0
+    """Among the requests of one tenant a lower number goes first."""
+    deadline_s: float | None = None
+    """Seconds from its arrival after which the request ends, wherever it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,22 +5,24 @@ Knows nothing of: HTTP, text, model internals, how drafts are made and judged. O
 thread touches the runner.
 """
 
-import asyncio
 import json
-import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from deepdraft.engine.events import AsyncEvents, Events
+from deepdraft.engine.fair import TenantLimits
+from deepdraft.engine.pace import Pace
+from deepdraft.engine.protocol import ModelRunner, ParkingRunner
 from deepdraft.engine.request import EventSink, Request
 from deepdraft.engine.reuse import Reuse
 from deepdraft.engine.sampler import Choice, Sampler
-from deepdraft.engine.scheduler import PrefillChunk, Scheduler
+from deepdraft.engine.scheduler import Limits, PrefillChunk, Scheduler
 from deepdraft.engine.speculate import Block, Outcome, Speculation, Speculator
 from deepdraft.errors import DeepdraftError, EngineError, Overloaded, PromptTooLong, RequestError
 from deepdraft.telemetry import Counters, logger
@@ -33,36 +35,11 @@ from deepdraft.types import (
     TokenLogprob,
 )
 
+FATAL = (KeyboardInterrupt, SystemExit)
+"""What ends the engine. Any other BaseException is the panic of a library written in Rust, and ends
+the request that it belongs to."""
 STEP_PARTS = ("draft", "verify", "judge", "commit")
 """Parts of a decode step whose time is counted."""
-
-
-class ModelRunner(Protocol):
-    """What the engine needs of a model; `engine.runner.Runner` is one.
-
-    A sequence handle has `num_tokens`, the tokens that the model has seen. One that drafts is a
-    `DraftingRunner` too, with a `block_size` above 0.
-    """
-
-    vocab_size: int
-    max_tokens: int
-    max_step_rows: int
-
-    def open_sequence(self) -> Any:
-        """A new, empty sequence."""
-        ...
-
-    def close_sequence(self, handle: Any, /, *, scrub: bool = False) -> None:
-        """Frees a sequence; `scrub` where NaN or infinities may be left in it."""
-        ...
-
-    def prefill(self, handle: Any, token_ids: list[int], /, *, final: bool) -> Tensor | None:
-        """Appends a part of a prompt; logits [V] after its last token when `final`."""
-        ...
-
-    def step(self, batch: list[tuple[Any, list[int]]], /) -> Tensor:
-        """Appends tokens to each sequence; logits [rows, V], one row a token."""
-        ...
 
 
 class Engine:
@@ -79,18 +56,36 @@ class Engine:
         max_queue: int = 256,
         max_running: int = 4,
         prefill_chunk: int = 256,
+        max_stall_ms: float = 100.0,
+        max_parked: int = 0,
+        preempt_after_s: float = 1.0,
+        tenants: Mapping[str, TenantLimits] | None = None,
+        tenant_default: TenantLimits | None = None,
         speculation: Speculation | None = None,
         reuse: Reuse | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`reuse`: the KV cache; None: every prompt is computed."""
+        """`prefill_chunk`: rows of a step, drafts aside. `max_stall_ms`: what a part of a prompt
+        may take while others wait for their next token. `max_parked`: preempted sequences at most.
+        `reuse`: the KV cache; None: every prompt is computed."""
         self.runner, self.reuse = runner, reuse
         self.counters = Counters()
         sampler = Sampler(runner.vocab_size, getattr(runner, "device", "cpu"))
         self.speculator = Speculator(runner, sampler, speculation or Speculation())
+        self._clock = clock
+        self._pace = Pace(max_stall_ms)
+        room = getattr(runner, "num_sequences", max_running)
         self._scheduler = Scheduler(
-            max_queue=max_queue,
-            max_running=min(max_running, runner.max_step_rows),
-            prefill_chunk=prefill_chunk,
+            Limits(
+                max_queue=max_queue,
+                max_running=min(max_running, room),
+                step_rows=prefill_chunk,
+                max_parked=max_parked if hasattr(runner, "park") else 0,
+                preempt_after_s=preempt_after_s,
+            ),
+            tenants=tenants,
+            tenant_default=tenant_default,
+            pace=self._pace,
         )
         # Guards the scheduler and the three flags; never held while the runner works.
         self._wake = threading.Condition()
@@ -120,7 +115,11 @@ class Engine:
                 raise EngineError(self._broken)
             if self._draining or self._stopping:
                 raise Overloaded("the server is shutting down and takes no new requests")
-            self._scheduler.add(records)
+            try:
+                self._scheduler.add(records, self._clock())
+            except DeepdraftError:
+                self.counters.add("rejected", len(records))
+                raise
             self._wake.notify()
         self.counters.add("requests", len(records))
 
@@ -159,11 +158,12 @@ class Engine:
                 raise EngineError(f"the warm-up step failed: {event.error}")
 
     def stats(self) -> dict[str, int]:
-        """Counters, and how many requests wait and run now."""
+        """Counters, and how many requests wait, run and are preempted now."""
         with self._wake:
-            waiting, running = self._scheduler.num_waiting, self._scheduler.num_running
+            one = self._scheduler
+            now = {"waiting": one.num_waiting, "running": one.num_running, "parked": one.num_parked}
         stored = {} if self.reuse is None else self.reuse.stats()
-        return {"waiting": waiting, "running": running, **self.counters.snapshot(), **stored}
+        return {**now, **self.counters.snapshot(), **stored}
 
     @property
     def failure(self) -> str | None:
@@ -246,46 +246,93 @@ class Engine:
                 self._wake.notify_all()  # for `drain`
                 self._wake.wait()
             cancelled = self._scheduler.cancelled()
+            expired = self._scheduler.expired(self._clock())
         for request in cancelled:
             self._finish(request, "abort")
+        for request in expired:
+            if request.finished is None:
+                self._finish(request, "timeout")
         with self._wake:
             if self._stopping and self._scheduler.idle:
                 return False
-            admitted = self._scheduler.admit()
-        for request in admitted:
-            self._open(request)
+        self._make_room()
+        self._admit()
         with self._wake:
             plan = self._scheduler.plan()
         if plan is not None:
-            if plan.prefill is not None:
-                self._prefill(plan.prefill)
+            for chunk in plan.prefill:
+                self._prefill(chunk)
             if plan.decode:
                 self._decode(plan.decode)
         return True
 
+    def _admit(self) -> None:
+        with self._wake:
+            admitted = self._scheduler.admit()
+        for request in admitted:
+            self._open(request)
+
+    def _make_room(self) -> None:
+        """Preempts running requests for those that have waited too long beside them."""
+        while True:
+            with self._wake:
+                victim = self._scheduler.victim(self._clock())
+            if victim is None:
+                return
+            try:
+                victim.parked = cast(ParkingRunner, self.runner).park(victim.handle)
+            except Exception:
+                logger.exception("%s cannot be preempted and goes on", victim.request_id)
+                victim.pinned = True
+                continue
+            victim.handle = None
+            with self._wake:
+                self._scheduler.park(victim)
+            self.counters.add("preemptions")
+            self._admit()
+
     def _open(self, request: Request) -> None:
         try:
-            request.opened = time.perf_counter()
+            if request.parked is not None and self._resume(request):
+                return
             request.handle = self.runner.open_sequence()
-            if request.source.grammar is not None:
-                request.matcher = request.source.grammar.matcher()
-            self.speculator.settle(request)
+            if not request.opened:
+                request.opened = self._clock()
+                if request.source.grammar is not None:
+                    request.matcher = request.source.grammar.matcher()
+                self.speculator.settle(request)
             if self.reuse is not None:
                 self.reuse.begin(request)
-        except Exception as error:
+        except FATAL:
+            raise
+        except BaseException as error:
             self._fail(request, "opening a sequence", error)
 
+    def _resume(self, request: Request) -> bool:
+        """Goes on with a preempted sequence; False where it is lost, and will be computed again."""
+        parked, request.parked = request.parked, None
+        try:
+            request.handle = cast(ParkingRunner, self.runner).unpark(parked)
+        except Exception:
+            logger.exception("the sequence of %s is lost and computed again", request.request_id)
+            self.counters.add("recomputed")
+            request.begin_again()
+            return False
+        return True
+
     def _prefill(self, chunk: PrefillChunk) -> None:
-        request = chunk.request
-        token_ids = list(request.source.prompt_ids[chunk.start : chunk.end])
+        request, begin = chunk.request, time.perf_counter()
+        token_ids = request.context(chunk.start, chunk.end)
         try:
             logits_V = self.runner.prefill(request.handle, token_ids, final=chunk.final)
         except Exception as error:
             self._fail(request, f"prompt tokens {chunk.start}..{chunk.end}", error)
             return
         request.num_computed = chunk.end
-        self.counters.add("prompt_tokens", chunk.end - chunk.start)
-        if chunk.final:
+        self._pace.observe(len(token_ids), 1e3 * (time.perf_counter() - begin))
+        self._charge(request, len(token_ids))
+        self.counters.add("prompt_tokens", len(token_ids))
+        if chunk.final and not request.output_ids:
             assert logits_V is not None, "the final chunk of a prompt must return logits"
             # Judged like a step without drafts, though it is no step of decoding.
             block = Block(request)
@@ -294,6 +341,10 @@ class Engine:
                 self._apply(block, outcome, ms=1e3 * (time.perf_counter() - request.opened))
         if self.reuse is not None and request.finished is None:
             self.reuse.after_prefill(request)
+
+    def _charge(self, request: Request, num_rows: int) -> None:
+        with self._wake:
+            self._scheduler.charge(request, num_rows)
 
     def _decode(self, requests: tuple[Request, ...]) -> None:
         begin = time.perf_counter()
@@ -311,6 +362,9 @@ class Engine:
         stepped = time.perf_counter()
         judged: list[tuple[Block, Outcome]] = []
         at = 0
+        with self._wake:
+            for block in blocks:
+                self._scheduler.charge(block.request, len(block.rows))
         for block in blocks:
             num_rows = len(block.rows)
             outcome = self._judge(block, logits_RV[at : at + num_rows])
@@ -365,7 +419,9 @@ class Engine:
             where = f"position {block.start - block.request.num_prompt} of the answer"
             self._finish(block.request, "error", error=f"{error.message} ({where})")
             return None
-        except Exception as error:
+        except FATAL:
+            raise
+        except BaseException as error:
             self._fail(block.request, f"sampling at position {block.start}", error)
             return None
 
@@ -377,7 +433,9 @@ class Engine:
         for choice in outcome.choices:
             try:
                 reason = request.append(choice.token_id)
-            except Exception as error:
+            except FATAL:
+                raise
+            except BaseException as error:
                 self._fail(request, f"position {request.next_position}", error)
                 return
             taken.append(choice)
@@ -405,7 +463,7 @@ class Engine:
             except Exception as error:
                 self._fail(request, f"position {block.start}", error)
 
-    def _fail(self, request: Request, where: str, error: Exception) -> None:
+    def _fail(self, request: Request, where: str, error: BaseException) -> None:
         # The traceback goes to the log; the client gets our own errors' text and no other's, as a
         # foreign message may hold paths or data.
         logger.error("request %s failed at %s", request.request_id, where, exc_info=error)
@@ -422,8 +480,8 @@ class Engine:
         error: str | None = None,
         step: StepTrace | None = None,
     ) -> None:
-        request.finished = reason
-        if self.reuse is not None and request.handle is not None:
+        request.finished, request.parked = reason, None
+        if self.reuse is not None:
             self.reuse.finish(request, reason)
         handle, request.handle = request.handle, None
         if handle is not None:
@@ -504,62 +562,3 @@ class Engine:
         for request in requests:
             request.finished = "error"
             self._emit(request, (), reason="error", error=message)
-
-
-class Events(Iterator[TokenEvent]):
-    """The events of one request; ends after the last one. `close` cancels what still runs."""
-
-    def __init__(self, engine: Engine, request_id: str) -> None:
-        self._engine = engine
-        self._request_id = request_id
-        self._queue: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
-        self._done = False
-        self.put = self._queue.put
-
-    def __next__(self) -> TokenEvent:
-        if self._done:
-            raise StopIteration
-        event = self._queue.get()
-        self._done = event.finish_reason is not None
-        return event
-
-    def close(self) -> None:
-        """Cancels the request if it is not finished; its "abort" event still comes."""
-        self._engine.cancel(self._request_id)
-
-
-class AsyncEvents(AsyncIterator[TokenEvent]):
-    """The events of several requests, mixed; ends after the last event of the last request.
-
-    To be made and read on one event loop. `close` cancels what still runs; it must be called by
-    whoever stops reading early, as an abandoned request would run to its end.
-    """
-
-    def __init__(self, engine: Engine, request_ids: Sequence[str]) -> None:
-        self._engine = engine
-        self._open = set(request_ids)
-        self._queue: asyncio.Queue[TokenEvent] = asyncio.Queue()
-        self._loop = asyncio.get_running_loop()
-
-    def put(self, event: TokenEvent) -> None:
-        """Takes an event on the engine thread."""
-        # A loop that closed meanwhile has nobody left to tell.
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
-
-    async def __anext__(self) -> TokenEvent:
-        if not self._open:
-            raise StopAsyncIteration
-        event = await self._queue.get()
-        if event.finish_reason is not None:
-            self._open.discard(event.request_id)
-        return event
-
-    def cancel(self, request_id: str) -> None:
-        """Cancels one of the requests; its last event still comes."""
-        self._engine.cancel(request_id)
-
-    def close(self) -> None:
-        """Cancels every request that is not finished."""
-        if self._open:
-            self._engine.cancel(*self._open)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from deepdraft import __version__
 from deepdraft.arch import V41Args
 from deepdraft.config import EngineConfig
-from deepdraft.engine.engine import ModelRunner
+from deepdraft.engine.protocol import ModelRunner
 from deepdraft.errors import CheckpointError, ConfigError
 from deepdraft.text.conversation import Family
 from deepdraft.text.tokenizer import Tokenizer

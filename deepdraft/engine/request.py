@@ -65,15 +65,25 @@ class DecodeRecord:
 class Request:
     """A request on its way through the engine.
 
-    The lengths keep one order: num_computed <= num_prompt, then num_prompt + len(output_ids).
+    The lengths keep one order: num_computed <= num_context <= num_prompt + len(output_ids).
     """
 
     source: GenerateRequest
     sink: EventSink
     handle: Any = None
     """The runner's sequence; None while the request waits."""
+    parked: Any = None
+    """The sequence of a preempted request, as the runner's `park` gave it."""
+    pinned: bool = False
+    """It cannot be preempted."""
+    number: int = 0
+    """Of its arrival."""
+    arrived: float = 0.0
+    """When it came, by the engine's clock."""
     num_computed: int = 0
-    """Prompt tokens that the runner has seen."""
+    """Tokens of the context that the runner has seen."""
+    num_replay: int = 0
+    """Tokens of the answer that belong to the context: those of a sequence that was lost."""
     output_ids: list[int] = field(default_factory=list)
     output_counts: Counter[int] = field(default_factory=Counter)
     """How often each token was produced: what the penalties read."""
@@ -96,7 +106,9 @@ class Request:
     tainted: bool = False
     """Its state may hold NaN or infinities."""
     opened: float = 0.0
-    """When it got its sequence (`time.perf_counter`)."""
+    """When it first got a sequence, by the engine's clock."""
+    answered: float = 0.0
+    """When its first token was chosen."""
     cancelled: bool = False
     finished: FinishReason | None = None
 
@@ -111,13 +123,44 @@ class Request:
         return len(self.source.prompt_ids)
 
     @property
+    def tenant(self) -> str:
+        """Whose request it is."""
+        return self.source.tenant
+
+    @property
+    def priority(self) -> int:
+        """Lower is more urgent."""
+        return self.source.priority
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Its place among the requests of its tenant."""
+        return self.source.priority, self.number
+
+    @property
+    def num_context(self) -> int:
+        """Tokens that the runner must have seen before the request decodes."""
+        return self.num_prompt + self.num_replay
+
+    @property
     def prefilled(self) -> bool:
-        """The runner has seen the whole prompt."""
-        return self.num_computed == self.num_prompt
+        """The runner has seen the whole context."""
+        return self.num_computed == self.num_context
+
+    def context(self, start: int, end: int) -> list[int]:
+        """Tokens [start, end) of the context."""
+        prompt, n = self.source.prompt_ids, self.num_prompt
+        return [*prompt[start:end], *self.output_ids[max(0, start - n) : max(0, end - n)]]
+
+    def begin_again(self) -> None:
+        """Its sequence was lost: the runner has seen nothing; the tokens chosen so far stand."""
+        self.parked, self.num_computed = None, 0
+        # The last one goes into the next step.
+        self.num_replay = max(0, len(self.output_ids) - 1)
 
     def chunk_end(self, size: int) -> int:
-        """Where the next part of the prompt ends, at most `size` tokens long."""
-        end = min(self.num_computed + size, self.num_prompt)
+        """Where the next part of the context ends, at most `size` tokens long."""
+        end = min(self.num_computed + size, self.num_context)
         return min((p for p in self.pauses if self.num_computed < p < end), default=end)
 
     @property

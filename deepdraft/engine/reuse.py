@@ -128,9 +128,9 @@ class Reuse:
         if not request.source.reuse:
             return
         try:
-            if reason == "error" or request.tainted or not request.prefilled:
-                return
             state = request.handle
+            if state is None or reason == "error" or request.tainted or not request.prefilled:
+                return
             # Rejected drafts of the last step, and what was chosen behind the answer's end.
             standing = request.next_position - 1 if request.output_ids else request.num_prompt
             if state.num_tokens > standing:

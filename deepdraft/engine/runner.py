@@ -12,6 +12,7 @@ drafter of the positions confirmed since the last draft. So plain steps cost the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,6 +86,7 @@ class Runner:
         self.max_tokens = max_context or limit
         self.max_step_rows = step_rows
         self.device = model.device
+        self.num_sequences = num_sequences
         self.pool: StatePool = model.new_pool(num_sequences, self.max_tokens, slack=step_rows)
         self._taps: dict[SequenceState, list[tuple[int, Tensor]]] = {}
 
@@ -139,6 +141,21 @@ class Runner:
         if scrub:
             self.pool.scrub(sequence)
         self.pool.close(sequence)
+
+    def park(self, sequence: SequenceState) -> tuple[Any, list[tuple[int, Tensor]]]:
+        """Close a sequence and return all that it is, in host memory."""
+        saved = sequence.save()
+        taps = self._taps.get(sequence, [])
+        self.close_sequence(sequence)
+        return saved, taps
+
+    def unpark(self, parked: tuple[Any, list[tuple[int, Tensor]]]) -> SequenceState:
+        """A parked sequence, opened again; StateError when all are in use."""
+        saved, taps = parked
+        sequence = self.pool.restore(saved)
+        if taps:
+            self._taps[sequence] = taps
+        return sequence
 
     def prefill(
         self, sequence: SequenceState, token_ids: Sequence[int], *, final: bool

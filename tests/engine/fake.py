@@ -155,3 +155,24 @@ class DraftingRunner(FakeRunner):
         if scrub:
             self.scrubbed.append(handle)
         super().close_sequence(handle)
+
+
+class ParkingRunner(FakeRunner):
+    """A fake runner that preempts, with a fault on either way."""
+
+    def __init__(self, *args: object, num_sequences: int = 2, **options: object) -> None:
+        super().__init__(*args, **options)  # type: ignore[arg-type]
+        self.num_sequences = num_sequences
+        self.park_fault: Callable[[FakeSequence], None] = lambda s: None
+        self.unpark_fault: Callable[[FakeSequence], None] = lambda s: None
+
+    def park(self, handle: FakeSequence) -> FakeSequence:
+        self.park_fault(handle)
+        self.close_sequence(handle)
+        return handle
+
+    def unpark(self, parked: FakeSequence) -> FakeSequence:
+        self.unpark_fault(parked)
+        handle = self.open_sequence()
+        handle.token_ids, handle.num_prompt = parked.token_ids, parked.num_prompt
+        return handle

@@ -1,0 +1,49 @@
+"""What the engine needs of a model.
+
+Owns: the calls, and what each may assume. `engine.runner.Runner` answers them.
+Knows nothing of: requests, how a model does it.
+"""
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class ModelRunner(Protocol):
+    """What the engine needs of a model; `engine.runner.Runner` is one.
+
+    A sequence handle has `num_tokens`, the tokens that the model has seen. One that drafts is a
+    `DraftingRunner` too, with a `block_size` above 0; one that preempts a `ParkingRunner`.
+    """
+
+    vocab_size: int
+    max_tokens: int
+    max_step_rows: int
+
+    def open_sequence(self) -> Any:
+        """A new, empty sequence."""
+        ...
+
+    def close_sequence(self, handle: Any, /, *, scrub: bool = False) -> None:
+        """Frees a sequence; `scrub` where NaN or infinities may be left in it."""
+        ...
+
+    def prefill(self, handle: Any, token_ids: list[int], /, *, final: bool) -> Tensor | None:
+        """Appends a part of a prompt; logits [V] after its last token when `final`."""
+        ...
+
+    def step(self, batch: list[tuple[Any, list[int]]], /) -> Tensor:
+        """Appends tokens to each sequence; logits [rows, V], one row a token."""
+        ...
+
+
+class ParkingRunner(Protocol):
+    """A runner whose sequences can make room for others."""
+
+    def park(self, handle: Any, /) -> Any:
+        """Closes a sequence and returns all that it is. Where it raises, nothing has changed."""
+        ...
+
+    def unpark(self, parked: Any, /) -> Any:
+        """A parked sequence, opened again with the bits that it had."""
+        ...
