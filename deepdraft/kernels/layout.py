@@ -98,7 +98,8 @@ def _arrivals(tiles: int, device: torch.device) -> Tensor:
 def _words(scales: Tensor) -> Tensor:
     """Bytes [..., P] -> int32 words [...]; missing bytes are zero."""
     word = torch.nn.functional.pad(scales, (0, 4 - scales.shape[-1])).contiguous()
-    return word.view(torch.int32).squeeze(-1)
+    # Flat first: axes of one element may have any stride, which a view of bytes as words refuses.
+    return word.flatten().view(torch.int32).view(scales.shape[:-1])
 
 
 def _checked_scales(scales: Tensor) -> Tensor:

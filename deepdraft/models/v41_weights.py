@@ -1,8 +1,8 @@
 """Weights of a V4.1 model as the kernels read them: re-tiled once, on the device.
 
 Owns: which published tensors are read together, and their tiling (`kernels.layout`). Sizes that
-tensor parallelism divides (heads, groups, expert width, vocabulary) are taken from the tensors, so a
-source that gives one rank's slices gives that rank's weights.
+tensor parallelism divides (heads, groups, expert width, vocabulary) are taken from the tensors, so
+a source that gives one rank's slices gives that rank's weights.
 Knows nothing of: files, rows, state.
 
 Letters: D hidden, S streams, F expert width, E experts, V vocabulary, C head width, H heads.
@@ -359,7 +359,7 @@ def _hash_tables(
         primes=torch.from_numpy(tables.primes).to(device),
         offsets=torch.from_numpy(tables.offsets).to(device),
         sizes=torch.tensor(sizes, dtype=torch.int64, device=device),
-        pad=int(token_map[args.engram_pad_token_id]),
+        pad=token_map[args.engram_pad_token_id],
     )
 
 

@@ -1,0 +1,326 @@
+"""A V4.1 decode step on the device: Engram, all layers and the head, by the kernels alone.
+
+Owns: the order of launches, what is passed between them. Nothing here waits for the device or looks
+at a value, so a step can be captured as one graph. `deepdraft.models.deepseek_v41` is its reference
+(quant numerics).
+Knows nothing of: requests, sampling, graphs.
+
+Letters: R rows (a multiple of 8), S residual streams, D hidden, V vocabulary, H heads, C head
+width, M = (2 + S) S mix coefficients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from deepdraft.arch import LayerRole, V41Args
+from deepdraft.kernels import attention, cache, engram, gemv, index, mhc, moe, routing, rows
+from deepdraft.kernels.gemv import QuantRows
+from deepdraft.models.v41_buffers import DeviceCaches, RowInputs
+from deepdraft.models.v41_weights import (
+    AttentionWeights,
+    ExpertWeights,
+    LayerWeights,
+    MixWeights,
+    ModelWeights,
+)
+
+Skip = frozenset[str]
+STAGES = ("engram", "mix", "index", "attention", "attention_out", "shared", "experts")
+"""Parts of a layer that a measurement may leave out, one at a time."""
+
+
+@dataclass(slots=True)
+class Places:
+    """Addresses and tables of a step's rows (`kernels.rows.place_rows`)."""
+
+    inputs: RowInputs
+    plan: Tensor
+    lists: Tensor
+    angles: Tensor
+    selected: dict[int, index.Selected] = field(default_factory=dict)
+    blocks: index.Blocks | None = None
+
+    def of(self, name: str) -> Tensor:
+        """A row of the plan: int32 [R]."""
+        return self.plan[rows.PLAN.index(name)]
+
+    def turn(self, kind: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [R, P]: 0 window base, 1 main, 2 main one position before."""
+        return self.angles[2 * kind], self.angles[2 * kind + 1]
+
+
+@dataclass(slots=True)
+class Output:
+    """logits float32 [R, V]; taps bfloat16 [R, taps * D]."""
+
+    logits: Tensor
+    taps: Tensor | None
+
+
+@dataclass(slots=True)
+class Flow:
+    """The residual streams between two sublayers: x [R, S, D] and the last sublayer's output, which
+    is written back when the next one starts."""
+
+    x: Tensor
+    pre: Tensor | None = None
+    """The mix [R, S] that collapses for the next sublayer, where it is not that of `coef`."""
+    coef: Tensor | None = None
+    y: Tensor | None = None
+    shared: Tensor | None = None
+
+    def leave(self, coef: Tensor, y: Tensor, shared: Tensor | None = None) -> None:
+        """A sublayer's coefficients [R, M] and output [R, D] (or its picks and `shared`)."""
+        self.coef, self.y, self.shared, self.pre = coef, y, shared, None
+
+    def finish(self) -> None:
+        """Write the output back now: something reads the streams before the next sublayer."""
+        if self.y is not None:
+            self.x = mhc.boundary(self.x, None, y=self.y, shared=self.shared, coef=self.coef)[0]
+            self.y = self.shared = None
+
+    def enter(
+        self, norm: Tensor, eps: float, hidden_out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, QuantRows]:
+        """Write the output back and collapse: the streams, the next input [R, D] and its FP8."""
+        self.x, u, quant = mhc.boundary(
+            self.x, norm, y=self.y, shared=self.shared, coef=self.coef, pre=self.pre,
+            hidden_out=hidden_out, norm_eps=eps,
+        )  # fmt: skip
+        self.y = self.shared = None
+        assert u is not None and quant is not None
+        return self.x, u, quant
+
+
+Observer = Callable[[str, Tensor], None]
+"""Sees named results of a step (tests)."""
+
+
+def run_mix(x: Tensor, w: MixWeights, args: V41Args, skip: Skip = frozenset()) -> Tensor:
+    """Mix coefficients [R, M] of one sublayer."""
+    if "mix" in skip:
+        return w.base.expand(x.shape[0], -1).contiguous()
+    return mhc.mix_coefficients(
+        x, w.fn, w.base, w.scale, iters=args.hc_sinkhorn_iters, eps=args.hc_eps,
+        norm_eps=args.rms_norm_eps,
+    )  # fmt: skip
+
+
+def attention_out(o: Tensor, w: AttentionWeights, skip: Skip = frozenset()) -> Tensor:
+    """Head outputs [R, H, C] through the grouped map: bfloat16 [R, D]."""
+    if "attention_out" in skip:
+        return o.flatten(1)[:, : w.wo_b.rows].contiguous()
+    t = gemv.gemv(o.flatten(1), w.wo_a, blocks=w.groups)
+    return gemv.gemv(gemv.quantize_rows(t), w.wo_b)
+
+
+def run_experts(
+    v: Tensor,
+    v_quant: QuantRows,
+    positions: Tensor,
+    w: ExpertWeights,
+    args: V41Args,
+    forced: Tensor | None = None,
+    skip: Skip = frozenset(),
+) -> tuple[Tensor, Tensor]:
+    """v [R, D] -> picked outputs bfloat16 [R, K, D] and the shared expert's [R, D].
+
+    forced int32 [R, K]: these experts instead of the router's choice (measurements).
+    """
+    logits = gemv.gemv(v, w.gate, dtype=torch.float32)
+    picks, weights = routing.route(
+        logits, w.bias, positions, k=w.picks, scale=args.routed_scaling_factor,
+        temperature=args.gate_temp,
+    )  # fmt: skip
+    listed = moe.expert_list(picks if forced is None else forced)
+    limit = args.swiglu_limit
+    shared_out = v
+    if "shared" not in skip:
+        shared = moe.swiglu_rows(gemv.gemv(v_quant, w.shared13), limit=limit)
+        shared_out = gemv.gemv(shared, w.shared2)
+    if "experts" in skip:
+        return v.new_zeros(v.shape[0], w.picks, v.shape[1]), shared_out
+    up = moe.routed_up(v_quant, listed, weights, w.w13, limit=limit)
+    return moe.routed_down(up, listed, w.w2, picks=w.picks), shared_out
+
+
+class DeviceStep:
+    """The backbone and its head over the caches of `caches`."""
+
+    def __init__(self, weights: ModelWeights, caches: DeviceCaches) -> None:
+        self.weights, self.caches = weights, caches
+        self.args = args = weights.args
+        self.first_mix = torch.zeros(1, args.hc_mult, dtype=torch.float32, device=weights.device)
+        self.first_mix[0, 0] = 1.0
+        self.num_taps = sum(role.tap for role in args.roles) if weights.drafter is not None else 0
+        self.forced: list[Tensor] | None = None
+        """Experts of each layer in place of the router's choice, int32 [R, K] (measurements)."""
+        self.observer: Observer | None = None
+
+    def run(self, inputs: RowInputs, skip: Skip = frozenset()) -> Output:
+        """All layers and the head on these rows; writes their state."""
+        args, weights = self.args, self.weights
+        places = self.place(inputs)
+        memory = self._table_rows(places)
+        x = rows.embed(inputs.ids, weights.embed, args.hc_mult)
+        count = x.shape[0]
+        flow = Flow(x, pre=self.first_mix.expand(count, -1).contiguous())
+        taps = x.new_empty(count, self.num_taps * args.hidden_size) if self.num_taps else None
+        number = 0
+        for layer, w in enumerate(weights.layers):
+            if w.engram is not None and "engram" not in skip:
+                flow.finish()
+                at = args.engram_layer_ids.index(layer)
+                flow.x = self._inject(flow.x, w, memory[at])
+            if args.roles[layer].tap and taps is not None:
+                flow.finish()
+                rows.tap(flow.x, taps, number)
+                number += 1
+            self.run_block(layer, flow, places, skip)
+        _, h, _ = flow.enter(weights.norm, args.rms_norm_eps)
+        return Output(gemv.gemv(h, weights.head, dtype=torch.float32), taps)
+
+    def run_block(self, layer: int, flow: Flow, places: Places, skip: Skip = frozenset()) -> None:
+        """One layer: attention, then experts; what it adds last waits in `flow`."""
+        args, w = self.args, self.weights.layers[layer]
+        eps = args.rms_norm_eps
+        _, u, u_quant = flow.enter(w.attn_norm, eps)
+        self._note(f"L{layer}.stream_in", flow.x)
+        self._note(f"L{layer}.attn_in", u)
+        coef = run_mix(flow.x, w.mix_attn, args, skip)
+        y = self._attention(layer, args.roles[layer], w.attention, u, u_quant, places, skip)
+        flow.leave(coef, y)
+        self._note(f"L{layer}.attn_out", y)
+        _, v, v_quant = flow.enter(w.ffn_norm, eps)
+        self._note(f"L{layer}.ffn_in", v)
+        coef = run_mix(flow.x, w.mix_ffn, args, skip)
+        forced = None if self.forced is None else self.forced[layer]
+        positions = places.inputs.positions
+        flow.leave(coef, *run_experts(v, v_quant, positions, w.experts, args, forced, skip))
+
+    def place(self, inputs: RowInputs) -> Places:
+        """Addresses of the rows; their ids join the sequences' tokens."""
+        c = self.caches
+        plan, lists, angles = rows.place_rows(
+            inputs.ids, inputs.positions, inputs.slots, c.floors, c.tokens, c.turns,
+            window=self.args.sliding_window, ring=c.ring, pending=c.pending_ring, entries=c.entries,
+        )  # fmt: skip
+        return Places(inputs, plan, lists, angles)
+
+    # ---- pieces ----------------------------------------------------------------------------
+
+    def _note(self, name: str, value: Tensor) -> None:
+        if self.observer is not None:
+            self.observer(name, value)
+
+    def _table_rows(self, places: Places) -> Tensor:
+        """int64 [Engram layers, R, G]."""
+        tables = self.weights.hash
+        if tables is None:
+            return places.plan.new_empty(0, dtype=torch.int64)
+        return rows.engram_rows(
+            self.caches.tokens, places.inputs.positions, places.inputs.slots, tables.token_map,
+            tables.factors, tables.primes, tables.offsets, tables.sizes, pad=tables.pad,
+        )  # fmt: skip
+
+    def _inject(self, x: Tensor, w: LayerWeights, table_rows: Tensor) -> Tensor:
+        assert w.engram is not None
+        found = engram.gather_rows(w.engram.values, w.engram.scales, table_rows)
+        kv = gemv.gemv(found, w.engram.wkv)
+        return engram.inject(x, kv, w.engram.gate, norm_eps=self.args.rms_norm_eps)
+
+    def _attention(
+        self,
+        layer: int,
+        role: LayerRole,
+        w: AttentionWeights,
+        u: Tensor,
+        u_quant: QuantRows,
+        places: Places,
+        skip: Skip,
+    ) -> Tensor:
+        args, caches, eps = self.args, self.caches, self.args.rms_norm_eps
+        turn = places.turn(1 if role.ratio else 0)
+        window = caches.window[layer]
+        rank = w.q_norm.shape[0]
+        latents = gemv.gemv(u_quant, w.w_in)
+        _, c_quant = mhc.norm_rows(latents, w.q_norm, rank, norm_eps=eps)
+        query = gemv.gemv(c_quant, w.w_query)
+        cache.write_entries(
+            "window", latents, w.kv_norm, *turn, places.of("window"), window, norm_eps=eps,
+            start=rank,
+        )  # fmt: skip
+        main = chosen = None
+        if role.ratio:
+            raw = None if w.raw is None else gemv.gemv(u, w.raw, dtype=torch.float32)
+            if role.owns_kv:
+                assert raw is not None
+                self._write_entry(layer, role, w, raw, places)
+            if role.runs_indexer and ("index" not in skip or not places.selected):
+                assert raw is not None
+                places.selected[layer] = self._select(layer, role, w, query, raw, places)
+            # A measurement without the index goes on with the first selection.
+            source = role.index_source
+            kept = places.selected.get(source) or next(iter(places.selected.values()))
+            main, chosen = caches.main[role.kv_source], kept.address
+        if "attention" in skip:
+            heads = query[:, : w.sink.shape[0] * args.head_dim]
+            return attention_out(heads.unflatten(1, (w.sink.shape[0], -1)).contiguous(), w, skip)
+        o = attention.sparse_attention(
+            query, *turn, window, places.lists[int(role.decoder)], w.sink,
+            scale=args.head_dim**-0.5, main=main, main_rows=chosen,
+        )  # fmt: skip
+        self._note(f"L{layer}.attn_o", o)
+        return attention_out(o, w, skip)
+
+    def _write_entry(
+        self, layer: int, role: LayerRole, w: AttentionWeights, raw: Tensor, places: Places
+    ) -> None:
+        assert w.entry is not None
+        caches, eps = self.caches, self.args.rms_norm_eps
+        pending = None
+        if role.ratio == 2:
+            pending = caches.pending[layer], places.of("before"), places.of("keep")
+        turn = places.turn(1 if role.ratio == 1 else 2)
+        dest = places.of(f"entry{role.ratio}")
+        latent = cache.write_entries(
+            "main", raw, w.entry.norm, *turn, dest, caches.main[layer], norm_eps=eps,
+            pending=pending, latent=True,
+        )  # fmt: skip
+        assert latent is not None
+        key = gemv.gemv(latent, w.entry.wk)
+        cache.write_entries(
+            "index", key, w.entry.k_norm, *turn, dest, caches.index[layer], norm_eps=eps
+        )
+
+    def _select(
+        self, layer: int, role: LayerRole, w: AttentionWeights, query: Tensor, raw: Tensor,
+        places: Places,
+    ) -> index.Selected:  # fmt: skip
+        args, caches = self.args, self.caches
+        heads, width = args.index_n_heads, args.index_head_dim
+        queries = index.index_queries(
+            query, *places.turn(1), heads=heads, channels=width,
+            start=query.shape[1] - heads * width,
+        )  # fmt: skip
+        base, reach = places.of(f"base{role.ratio}"), places.of(f"reach{role.ratio}")
+        block, keep = args.candidate_block_size, args.candidate_topk_blocks
+        # Up to this many reachable entries every one is selected, whatever the scores.
+        two_level = layer >= args.candidate_source_layer_id
+        skip = min(args.index_topk, keep * block) if two_level else args.index_topk
+        blocks = places.blocks if role.restricted else None
+        entries = caches.entries[role.ratio - 1]
+        scores = index.index_scores(
+            queries, raw, caches.index[role.kv_source], base, reach,
+            capacity=entries if blocks is None else keep * block,
+            weight_scale=width**-0.5 * heads**-0.5, weight_start=raw.shape[1] - heads, skip=skip,
+            blocks=blocks,
+        )  # fmt: skip
+        if role.publishes_candidates:
+            places.blocks = index.candidate_blocks(scores, reach, block=block, keep=keep, skip=skip)
+        return index.select_top(scores, base, reach, args.index_topk, skip=skip, blocks=blocks)
