@@ -35,7 +35,7 @@ HERE = Path(__file__).resolve().parent
 PARTS = ("ceilings", "check", "rows", "time", "tune", "best", "pair")
 MODULES = {
     "test_moe": 3, "test_gemv": 3, "test_mhc": 2, "test_index": 2, "test_attention": 2,
-    "test_step_ends": 1, "test_accept": 1, "test_cache": 1, "test_rounding": 1,
+    "test_step_ends": 1, "test_accept": 1, "test_markov": 1, "test_cache": 1, "test_rounding": 1,
 }  # fmt: skip
 """Test modules, and how many processes share each."""
 COMPILES = {"time": 6, "rows": 2, "tune": 10}
