@@ -21,6 +21,12 @@ def gathers(num_rows: int, k: int, experts: int) -> bool:
     return 2 * num_rows * k < experts
 
 
+def sorts(num_rows: int, experts: int) -> bool:
+    """Whether rows are sorted by expert, so that each expert meets its own rows only; again the
+    same bits. It takes two calls an expert, which many rows are worth."""
+    return num_rows > 2 * experts
+
+
 def route(
     x: Tensor, gate_t: Tensor, bias: Tensor, *, k: int, scale: float, temperature: float
 ) -> tuple[Tensor, Tensor]:
@@ -58,6 +64,8 @@ def expert_products(
     """
     if gathers(num_rows, picks.shape[1], w13.shape[0]):
         return _gathered(x, picks, weights, w13, w2, limit, num_rows, round_up, quantise)
+    if x.device.type == "cpu" and sorts(num_rows, w13.shape[0]):
+        return _sorted(x, picks, weights, w13, w2, limit, round_up, quantise)
     return _dense(x, picks, weights, w13, w2, limit, round_up, quantise)
 
 
@@ -88,10 +96,7 @@ def _gathered(
     h = torch.bmm(pairs, w13.index_select(0, flat))
     f = _activate(round_up(h), limit).mul_(weights.reshape(-1, 1, 1))
     y = round_up(torch.bmm(quantise(round_up(f)), w2.index_select(0, flat)))
-    first, *rest = y.view(n, k, 2, -1).unbind(1)
-    out = first
-    for part in rest:
-        out = out + part
+    out = _sum(y.view(n, k, 2, -1))
     return out.squeeze(0) if n == 1 else out[:, 0]
 
 
@@ -111,7 +116,47 @@ def _dense(
     h = torch.bmm(x.unsqueeze(0).expand(experts, -1, -1), w13)
     f = _activate(round_up(h), limit).mul_(spread.t().unsqueeze(-1))
     y = round_up(torch.bmm(quantise(round_up(f)), w2)).transpose(0, 1)
-    picked = y.gather(1, picks.unsqueeze(-1).expand(-1, -1, y.shape[-1]))
+    return _sum(y.gather(1, picks.unsqueeze(-1).expand(-1, -1, y.shape[-1])))
+
+
+def _sorted(
+    x: Tensor,
+    picks: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    limit: float,
+    round_up: Callable[[Tensor], Tensor],
+    quantise: Callable[[Tensor], Tensor],
+) -> Tensor:
+    rows, k = picks.shape
+    flat = picks.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    counts = torch.bincount(flat, minlength=w13.shape[0]).tolist()
+    h = _products(x.index_select(0, order // k), w13, counts)
+    f = _activate(round_up(h), limit).mul_(weights.reshape(-1)[order].unsqueeze(1))
+    y = round_up(_products(quantise(round_up(f)), w2, counts))
+    back = torch.empty_like(order)
+    back[order] = torch.arange(rows * k)
+    return _sum(y.index_select(0, back).view(rows, k, -1))
+
+
+def _products(x: Tensor, w: Tensor, counts: list[int]) -> Tensor:
+    """The first counts[0] rows of x times w[0], the next counts[1] ones times w[1], and so on."""
+    out = x.new_empty(x.shape[0], w.shape[2])
+    at = 0
+    for expert, count in enumerate(counts):
+        part = x[at : at + count]
+        if count == 1:  # a product of one row has other bits
+            out[at] = torch.mm(part.expand(2, -1), w[expert])[0]
+        elif count:
+            torch.mm(part, w[expert], out=out[at : at + count])
+        at += count
+    return out
+
+
+def _sum(picked: Tensor) -> Tensor:
+    """[R, K, ..] -> [R, ..], in pick order."""
     first, *rest = picked.unbind(1)
     out = first
     for part in rest:

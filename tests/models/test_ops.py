@@ -311,7 +311,9 @@ def test_route(temperature: float) -> None:
         close(weights[r], [1.5 * s[e] / total for e in order])
 
 
-@pytest.mark.parametrize(("rows", "gathered"), [(1, True), (2, True), (6, False), (9, False)])
+@pytest.mark.parametrize(
+    ("rows", "gathered"), [(1, True), (2, True), (6, False), (9, False), (30, False)]
+)
 def test_expert_products(rows: int, gathered: bool) -> None:
     """Sum of the picked experts; the gate is clamped above only, `up` on both sides; the routing
     weight multiplies before the second product, where the input is quantised."""
@@ -343,7 +345,7 @@ def test_expert_products(rows: int, gathered: bool) -> None:
             quantise=coarse,
         )
 
-    assert moe.gathers(rows, 3, experts) == gathered
+    assert moe.gathers(rows, 3, experts) == gathered and moe.sorts(rows, experts) == (rows == 30)
     if rows == 1:
         twice = (t.expand(2, -1) for t in (x, picks, weights))
         got = products(*twice, 1)[:1]  # a single row comes with its copy
