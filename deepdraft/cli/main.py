@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "generate": ("deepdraft.cli.tools", "generate", "Answer one prompt and print it."),
     "inspect": ("deepdraft.cli.tools", "inspect", "Show what a checkpoint or config.json holds."),
     "golden": ("deepdraft.cli.tools", "golden", "Replay recorded data against its tolerances."),
+    "doctor": ("deepdraft.cli.proof", "doctor", "Say what is wrong with a checkpoint."),
     "tiny": ("deepdraft.cli.proof", "tiny", "Write a tiny checkpoint with random weights."),
     "selftest": ("deepdraft.cli.tools", "selftest", "Check this machine's arithmetic."),
     "bench": ("deepdraft.cli.tools", "bench", "Measure speed or start-up."),

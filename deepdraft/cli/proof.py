@@ -37,3 +37,25 @@ def tiny(family: str, out: str, **options: Any) -> int:
 
     click.echo(str(write_tiny(out, family, **options)))
     return 0
+
+
+@click.command()
+@click.argument("checkpoint", metavar="CHECKPOINT")
+@click.option(
+    "--engine",
+    type=click.Choice(("native", "vllm", "lmdeploy", "triton")),
+    default="native",
+    show_default=True,
+    help="The engine that is to run it.",
+)
+@click.option("--static", "static_only", is_flag=True, help="Read headers only, no weight.")
+@click.option("--full", is_flag=True, help="Read and run weights of any size.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "--accept-key", "accept_keys", multiple=True, metavar="KEY", help="An unknown key to accept."
+)
+def doctor(checkpoint: str, **options: Any) -> int:
+    """Say what is wrong with a checkpoint, by what it says about itself; exit code 1 on errors."""
+    from deepdraft.proof.doctor.run import main
+
+    return main(checkpoint, **options)

@@ -1,0 +1,71 @@
+"""The native engine as `doctor` and `parity` run it: a model, one text, what its layers did.
+
+Owns: loading a model from any source of weights, the text that reaches what only long texts reach.
+Knows nothing of: checks, references.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from deepdraft.arch import V41Args
+from deepdraft.checkpoint.reader import Checkpoint
+from deepdraft.models import model_class
+from deepdraft.models.layers import WeightSource
+from deepdraft.text.tokenizer import Tokenizer, engram_token_map
+
+_MOST_TOKENS = 768
+_SEED = 20_261
+
+
+def load_model(
+    checkpoint: Checkpoint, args: Any, source: WeightSource, *, dtype: torch.dtype = torch.float32
+) -> Any:
+    """A model of `args` with the weights of `source`; `checkpoint` gives the tokenizer where a
+    family hashes tokens. Raises CheckpointError and ConfigError."""
+    token_map = None
+    if isinstance(args, V41Args):
+        token_map = engram_token_map(Tokenizer.load(checkpoint.path))
+    return model_class(args)(args, source, token_map, dtype=dtype)
+
+
+def reach(args: Any) -> dict[str, int]:
+    """Lengths that a text must pass to show what only long texts show, by their name."""
+    lengths: dict[str, int] = {}
+    for name in ("rope", "compress_rope"):
+        rope = getattr(args, name, None)
+        if rope is not None and rope.original_max_positions:
+            lengths["original context"] = 3 * rope.original_max_positions
+    if isinstance(args, V41Args):
+        lengths["original context"] = 3 * args.rope_original_max_positions
+        entries = args.candidate_topk_blocks * args.candidate_block_size
+        lengths["candidate blocks"] = 2 * entries * max(args.compress_ratios)
+    if window := getattr(args, "sliding_window", 0):
+        lengths["window"] = 2 * window
+    if topk := getattr(args, "index_topk", 0):
+        ratio = getattr(args, "csa_ratio", 1)
+        if isinstance(args, V41Args):
+            ratio = max(args.compress_ratios)
+        lengths["index top-k"] = 3 * topk * ratio
+    if hca := getattr(args, "hca_ratio", 0):
+        lengths["compressed entries"] = 2 * hca + 8
+    return lengths
+
+
+def probe_length(args: Any, *, most: int = _MOST_TOKENS, leave: int = 0) -> int:
+    """Tokens of a text that passes every length of `reach` that is affordable."""
+    wanted = max(reach(args).values(), default=0)
+    return max(2, min(max(wanted, 96), most, args.max_position_embeddings - leave))
+
+
+def probe_text(args: Any, count: int) -> list[int]:
+    """Token ids from a fixed generator: ordinary tokens, with repeats at all distances."""
+    rng = random.Random(_SEED)
+    low = min(3, args.vocab_size - 1)
+    ids = [rng.randrange(low, args.vocab_size) for _ in range(count)]
+    for at in range(8, count, 5):
+        ids[at] = ids[rng.randrange(0, at)]
+    return ids
