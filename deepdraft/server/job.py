@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from typing import Any
 
-from deepdraft.errors import EngineError, Overloaded, RequestError
+from deepdraft.errors import DeepdraftError, EngineError, Overloaded, RequestError
 from deepdraft.server.sampling import ModelView
 from deepdraft.server.steps import StepView
 from deepdraft.types import (
@@ -23,6 +23,13 @@ from deepdraft.types import (
 )
 
 Json = dict[str, Any]
+
+
+class Expired(DeepdraftError):
+    """The time that a request may take is over (HTTP 504)."""
+
+    http_status = 504
+    code = "deadline_exceeded"
 
 
 def response_id(prefix: str) -> str:
@@ -133,6 +140,11 @@ class Job(ABC):
             raise RequestError(message) if event.at_fault else EngineError(message)
         if event.finish_reason == "abort":
             raise Overloaded("the server is shutting down; the answer was cut off")
+        if event.finish_reason == "timeout":
+            raise Expired(
+                "the time that this request may take is over; ask for less, or try again when the "
+                "server is less busy"
+            )
         choice.cached = event.cached or choice.cached
         choice.stats = event.stats or choice.stats
         parts = choice.push(event)
@@ -173,21 +185,35 @@ class Job(ABC):
     def usage(self) -> Json:
         """Token counts, in the spellings of OpenAI and of DeepSeek. A prompt counts once."""
         num_completion = sum(c.num_tokens for c in self.choices)
-        cached = self.choices[0].cached
-        num_cached = 0 if cached is None else min(self.num_prompt, cached.num_tokens)
-        details: Json = {"cached_tokens": num_cached}
-        if cached is not None:
-            details |= {"cache_source": cached.source, "cache_provenance": cached.provenance}
+        uses = self._cache_uses()
+        num_cached = sum(use.num_tokens for use in uses)
         return {
             "prompt_tokens": self.num_prompt,
             "completion_tokens": num_completion,
             "total_tokens": self.num_prompt + num_completion,
-            "prompt_tokens_details": details,
+            "prompt_tokens_details": {"cached_tokens": num_cached, **self.cache_details()},
             "completion_tokens_details": {
                 "reasoning_tokens": sum(c.num_reasoning for c in self.choices)
             },
             "prompt_cache_hit_tokens": num_cached,
             "prompt_cache_miss_tokens": self.num_prompt - num_cached,
+        }
+
+    def _cache_uses(self) -> list[CacheUse]:
+        """What each prompt took from the cache: of the choices of one prompt the first counts."""
+        firsts: dict[int, CacheUse | None] = {}
+        for request, choice in zip(self.requests, self.choices, strict=True):
+            firsts.setdefault(id(request.prompt_ids), choice.cached)
+        return [use for use in firsts.values() if use is not None]
+
+    def cache_details(self) -> Json:
+        """Where cached tokens came from and what they are worth; nothing where there are none."""
+        uses = self._cache_uses()
+        if not uses:
+            return {}
+        return {
+            "cache_source": "+".join(dict.fromkeys(use.source for use in uses)),
+            "cache_provenance": "+".join(dict.fromkeys(use.provenance for use in uses)),
         }
 
     def _head(self, kind: str) -> Json:

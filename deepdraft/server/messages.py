@@ -96,7 +96,7 @@ class MessagesWire(Wire):
         data = msgspec.json.encode(chunk)
         return b"event: " + chunk["type"].encode() + b"\ndata: " + data + b"\n\n"
 
-    def error(self, error: Exception) -> bytes:
+    def error(self, error: BaseException) -> bytes:
         """An error after the stream has begun."""
         return self.frame(messages_error_body(error, self._request_id))
 
@@ -204,6 +204,7 @@ class MessagesJob(DialectJob):
             "input_tokens": usage["prompt_cache_miss_tokens"],
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": usage["prompt_cache_hit_tokens"],
+            **self.cache_details(),
             "output_tokens": num_tokens,
             "output_tokens_details": {"thinking_tokens": num_thinking},
             "service_tier": "standard",

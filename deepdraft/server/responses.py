@@ -137,7 +137,7 @@ class ResponsesWire(Wire):
         data = msgspec.json.encode(chunk)
         return b"event: " + chunk["type"].encode() + b"\ndata: " + data + b"\n\n"
 
-    def error(self, error: Exception) -> bytes:
+    def error(self, error: BaseException) -> bytes:
         """An error after the stream has begun: the response has failed."""
         return self.frame(self._job.failed(error))
 
@@ -180,7 +180,7 @@ class ResponsesJob(DialectJob):
             self._event("response.in_progress", response=self._response("in_progress")),
         ]
 
-    def failed(self, error: Exception) -> Json:
+    def failed(self, error: BaseException) -> Json:
         """The last event of a stream that broke off."""
         number = self._num_events
         self._end("incomplete")
@@ -359,6 +359,7 @@ class ResponsesJob(DialectJob):
             "input_tokens_details": {
                 "cached_tokens": usage["prompt_cache_hit_tokens"],
                 "cache_write_tokens": 0,
+                **self.cache_details(),
             },
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": usage["completion_tokens_details"],
