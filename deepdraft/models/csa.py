@@ -124,7 +124,7 @@ class StepRows:
         self.rotate_main = Rotation(rotary_main, position_t, ci)
         self.rotate_pair = Rotation(rotary_main, position_t - 1, ci) if 2 in self.reach else None
         self.selection: dict[int, Selection] = {}
-        self.kept_blocks: list[Tensor | None] | None = None
+        self.kept_blocks: Tensor | None = None
 
     def _window_bias(
         self, look_back: np.ndarray, floors: list[int], device: torch.device
@@ -240,35 +240,34 @@ class Indexer:
         q = queries.view(-1, self.heads, self.width)
         q = num.index(num.act(rotate(q, *rows.rotate_main.index_heads)))
         w = num.act(head_weights * self.weight_scale)
-        picks = []
+        scores = self._scores(q, w, rows)
         if self.role.publishes_candidates:
-            rows.kept_blocks = []
-        for number, span in enumerate(rows.spans):
-            keys = self._keys(rows.pool, span)
-            at = slice(span.start, span.end)
-            scores = index_ops.index_scores(q[at], w[at], keys)
-            scores = index_ops.mask_unreachable(scores, reach[at])
-            if self.role.publishes_candidates:
-                assert rows.kept_blocks is not None
-                rows.kept_blocks.append(
-                    index_ops.candidate_blocks(
-                        scores,
-                        reach[at],
-                        block=args.candidate_block_size,
-                        keep=args.candidate_topk_blocks,
-                    )
-                )
-            elif self.role.restricted:
-                assert rows.kept_blocks is not None
-                kept = rows.kept_blocks[number]
-                assert kept is not None
-                scores = index_ops.restrict_to_blocks(scores, kept, block=args.candidate_block_size)
-            if record is not None:
-                record.update(index_q=q, index_w=w, scores=scores)
-                if rows.kept_blocks:
-                    record.update(kept=rows.kept_blocks[number])
-            picks.append(index_ops.select_top(scores, args.index_topk))
-        return self._publish(picks[0] if len(picks) == 1 else torch.cat(picks), rows)
+            rows.kept_blocks = index_ops.candidate_blocks(
+                scores, reach, block=args.candidate_block_size, keep=args.candidate_topk_blocks
+            )
+        elif self.role.restricted:
+            assert rows.kept_blocks is not None
+            scores = index_ops.restrict_to_blocks(
+                scores, rows.kept_blocks, block=args.candidate_block_size
+            )
+        if record is not None:
+            record.update(index_q=q, index_w=w, scores=scores)
+            if rows.kept_blocks is not None:
+                record.update(kept=rows.kept_blocks)
+        return self._publish(index_ops.select_top(scores, args.index_topk), rows)
+
+    def _scores(self, q: Tensor, w: Tensor, rows: StepRows) -> Tensor:
+        """Scores of every row over its own sequence's entries, -inf where it does not reach."""
+        spans = [(s, self._keys(rows.pool, s)) for s in rows.spans]
+        if len(spans) == 1:
+            scores = index_ops.index_scores(q, w, spans[0][1])
+        else:
+            longest = max(keys.shape[0] for _, keys in spans)
+            scores = q.new_full((q.shape[0], longest), -torch.inf)
+            for span, keys in spans:
+                at = slice(span.start, span.end)
+                scores[at, : keys.shape[0]] = index_ops.index_scores(q[at], w[at], keys)
+        return index_ops.mask_unreachable(scores, rows.reach[self.ratio])
 
     def _keys(self, pool: StatePool, span: Span) -> Tensor:
         """Index keys of one sequence, as many as its last row may see, padded: [N, Ci]."""
