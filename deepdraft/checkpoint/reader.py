@@ -6,7 +6,7 @@ Knows nothing of: the model that takes the tensors, devices, other storage layou
 
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,6 +145,16 @@ class Checkpoint:
             scale = self.table[entry.scale_name]
             scales = self._map_rows(scale, 0, scale.shape[0])
         return Packed(self._map_rows(entry, 0, rows), scales, entry.format)
+
+    @property
+    def places(self) -> Mapping[str, Stored]:
+        """Where every stored tensor lies, scales too."""
+        return self._stored
+
+    def stored(self, name: str) -> Tensor:
+        """The stored bytes of one tensor or scale, memory-mapped, unchecked."""
+        entry = self.table[name]
+        return self._map_rows(entry, 0, entry.shape[0])
 
     def _entry(self, name: str) -> Entry:
         entry = self.table.get(name)

@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "chat": ("deepdraft.cli.chat", "chat", "Talk to a model in the terminal."),
     "generate": ("deepdraft.cli.tools", "generate", "Answer one prompt and print it."),
     "inspect": ("deepdraft.cli.tools", "inspect", "Show what a checkpoint or config.json holds."),
+    "convert": ("deepdraft.cli.convert", "convert", "Rewrite a checkpoint for several GPUs."),
     "golden": ("deepdraft.cli.tools", "golden", "Replay recorded data against its tolerances."),
     "doctor": ("deepdraft.cli.proof", "doctor", "Say what is wrong with a checkpoint."),
     "tiny": ("deepdraft.cli.proof", "tiny", "Write a tiny checkpoint with random weights."),

@@ -101,7 +101,7 @@ def test_children_of_a_rank_end_too(tmp_path):
         os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
 
     threading.Thread(target=kill_rank).start()
-    with none_left(tmp_path), pytest.raises(RankError, match="rank 1 .* SIGKILL"):
+    with none_left(tmp_path), pytest.raises(RankError, match=r"rank 1 .* SIGKILL"):
         start("child", tmp_path)
     assert (tmp_path / "pid-child").exists()
 

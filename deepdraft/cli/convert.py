@@ -1,0 +1,78 @@
+"""`deepdraft convert`: its flags and its progress bar.
+
+Owns: what the user sees of a conversion. Knows nothing of: how the files are made.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from deepdraft.errors import CheckpointError
+
+_REDRAW_S = 0.2
+_LINE_S = 10.0
+_WIDTH = 30
+
+
+class Bar:
+    """Progress on stderr: one line that is redrawn on a terminal, else a line now and then."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._begin, self._drawn = what, time.monotonic(), 0.0
+        self._tty = sys.stderr.isatty()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Bytes so far and in all."""
+        share = done / total if total else 1.0
+        now = time.monotonic()
+        text = f"{self._what} {done / 1e9:.1f} of {total / 1e9:.1f} GB"
+        if now > self._begin:
+            text += f", {done / (now - self._begin) / 1e9:.2f} GB/s"
+        if not self._tty:
+            if now - max(self._drawn, self._begin) > _LINE_S:
+                self._drawn = now
+                click.echo(text, err=True)
+        elif now - self._drawn > _REDRAW_S or done >= total:
+            self._drawn = now
+            bar = "#" * int(share * _WIDTH)
+            end = "\n" if done >= total else ""
+            click.echo(f"\r{text} [{bar:<{_WIDTH}}]\x1b[K{end}", err=True, nl=False)
+
+
+@click.command()
+@click.argument("checkpoint")
+@click.argument("out", required=False)
+@click.option("--tp", type=click.IntRange(1), metavar="N", help="Ranks to convert for.")
+@click.option("--check", is_flag=True, help="Compare a conversion with its digests; write nothing.")
+@click.option(
+    "--accept-key", "accept_keys", multiple=True, metavar="KEY", help="An unknown key to accept."
+)
+def convert(
+    checkpoint: str, out: str | None, tp: int | None, check: bool, accept_keys: tuple[str, ...]
+) -> None:
+    """Write CHECKPOINT into OUT for --tp N ranks: a file per rank and layer, read at full speed.
+
+    Started again after an interruption it goes on where it was. --check reads a conversion again
+    and compares every file's digest.
+    """
+    if check:
+        from deepdraft.checkpoint.convert import verify
+
+        if out is not None or tp is not None:
+            raise click.UsageError("--check takes the converted directory alone")
+        read = verify(Path(checkpoint), progress=Bar("checked"))
+        click.echo(f"{checkpoint}: {read:,} bytes, every digest as it was written")
+        return
+    if out is None or tp is None:
+        raise click.UsageError("give OUT and --tp N, or --check")
+    if not Path(checkpoint).is_dir():
+        raise CheckpointError(f"no checkpoint directory at {checkpoint}")
+    from deepdraft.checkpoint.convert import convert as work
+    from deepdraft.checkpoint.reader import Checkpoint
+
+    source = Checkpoint.open(checkpoint, accept_unknown=accept_keys)
+    manifest = work(source, Path(out), tp, progress=Bar("written"))
+    total = sum(size for size, _ in manifest.files.values())
+    click.echo(f"{out}: {tp} ranks, {len(manifest.files)} files, {total:,} bytes")

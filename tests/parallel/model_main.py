@@ -1,0 +1,55 @@
+"""One rank of a real run: `python model_main.py CONVERTED OUT FAULT`, started by `run_ranks`."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from deepdraft.checkpoint.presharded import open_rank, shard_plan
+from deepdraft.errors import DeepdraftError
+from deepdraft.parallel.group import PeerLost, ProcessGroup
+from deepdraft.parallel.rank import Rank, this_rank
+from deepdraft.parallel.shards import Shards
+from tests.parallel.tiny import model_of, run
+
+
+def main(me: Rank, converted: Path, out: Path, fault: str) -> None:
+    torch.set_num_threads(1)
+    me.pulse.set_state("loading")
+    group = ProcessGroup(me.rank, me.size, me.store, pulse=me.pulse)
+    checkpoint = open_rank(converted, me.rank, me.size)
+    shards = Shards(shard_plan(checkpoint.args, me.size), group)
+    model = model_of(checkpoint, checkpoint, shards, "quant")
+    if fault and me.rank == me.size - 1:
+        plant(model, fault)
+    with me.pulse.step():
+        result = run(model)
+    save_file({k: v.contiguous() for k, v in result.items()}, out / f"{me.rank}.safetensors")
+    group.close()
+    me.pulse.set_state("ended")
+
+
+def plant(model, fault: str) -> None:
+    """Something that goes wrong in layer 2 of this rank alone."""
+    attention = model.blocks[2].attention
+    if fault == "nan":
+        attention.wo_b[0, 0] = torch.nan
+    elif fault == "raise":
+        attention.wo_b = attention.wo_b[:-1]
+    elif fault == "exit":
+        attention.join = lambda _: os._exit(7)
+
+
+if __name__ == "__main__":
+    rank = this_rank()
+    assert rank is not None
+    try:
+        main(rank, Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    except PeerLost as error:
+        rank.end(error.message, peer_lost=True)
+    except DeepdraftError as error:
+        rank.end(error.message)
+    except Exception as error:
+        rank.end(f"{type(error).__name__}: {error}")
