@@ -23,12 +23,14 @@ from deepdraft.errors import DeepdraftError, RequestError
 from deepdraft.server import schema
 from deepdraft.server.auth import KeyGate
 from deepdraft.server.dialect_routes import dialect_routes
-from deepdraft.server.metrics import metrics_text
+from deepdraft.server.metrics import metrics_text, process_text
+from deepdraft.server.page import PREFIX, page_response
 from deepdraft.server.service import Service
 from deepdraft.server.wire_errors import body_for_path, messages_error_object, speaks_messages
 from deepdraft.telemetry import logger
 
 if TYPE_CHECKING:
+    from deepdraft.engine.engine import Engine
     from deepdraft.server.job import Job
     from deepdraft.server.sampling import ModelView
     from deepdraft.server.stream import Wire
@@ -84,6 +86,8 @@ def create_app(service: Service) -> ASGIApp:
 
     handlers = Handlers(service)
     routes = [
+        Route("/", handlers.guard(handlers.page), methods=["GET"]),
+        Route(PREFIX + "{name}", handlers.guard(handlers.page), methods=["GET"]),
         Route("/healthz", handlers.guard(handlers.healthz), methods=["GET"]),
         Route("/readyz", handlers.guard(handlers.readyz), methods=["GET"]),
         Route("/metrics", handlers.guard(handlers.metrics), methods=["GET"]),
@@ -121,6 +125,8 @@ class Handlers:
                 return await handler(request)
             except ClientDisconnect:
                 return _nobody
+            except HTTPException as error:
+                return await self.http_error(request, error)
             except DeepdraftError as error:
                 return self.error(error, request)
             except Exception as error:
@@ -152,6 +158,13 @@ class Handlers:
         }
         return json_response({"error": body}, status, headers)
 
+    async def page(self, request: Request) -> Response:
+        """The page and its files."""
+        response = page_response(request)
+        if response is None:
+            raise HTTPException(404)
+        return response
+
     async def healthz(self, request: Request) -> Response:
         """200 while the process can answer, 503 once the model cannot come back by itself."""
         body = {**self.service.health(), "version": __version__}
@@ -165,20 +178,21 @@ class Handlers:
     async def metrics(self, request: Request) -> Response:
         """The counters, for Prometheus."""
         return Response(
-            metrics_text(self.service.stats()),
+            metrics_text(self.service.stats()) + process_text(),
             media_type="text/plain; version=0.0.4; charset=utf-8",
         )
 
     async def models(self, request: Request) -> Response:
         """The names that are served."""
-        _, view = self.service.ready()
-        return json_response({"object": "list", "data": [_model(view, n) for n in view.names]})
+        engine, view = self.service.ready()
+        models = [_model(engine, view, name) for name in view.names]
+        return json_response({"object": "list", "data": models})
 
     async def model(self, request: Request) -> Response:
         """One served name."""
-        _, view = self.service.ready()
+        engine, view = self.service.ready()
         name = self.service.resolve_name(request.path_params["name"], view)
-        return json_response(_model(view, name))
+        return json_response(_model(engine, view, name))
 
     async def chat(self, request: Request) -> ASGIApp:
         """POST /v1/chat/completions."""
@@ -269,11 +283,15 @@ async def _nobody(scope: Scope, receive: Receive, send: Send) -> None:
     """The answer for a client that has left: nothing is sent."""
 
 
-def _model(view: Any, name: str) -> dict[str, Any]:
+def _model(engine: "Engine", view: "ModelView", name: str) -> dict[str, Any]:
+    speculator = engine.speculator
     return {
         "id": name,
         "object": "model",
         "created": view.created,
         "owned_by": "deepdraft",
         "max_model_len": view.max_tokens,
+        # What a request gets that says nothing of it.
+        "sampling_defaults": dict(view.defaults),
+        "speculation": {"drafts": speculator.block_size, "rule": speculator.options.rule},
     }

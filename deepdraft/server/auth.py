@@ -14,10 +14,12 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deepdraft.errors import DeepdraftError
+from deepdraft.server.page import is_page
 from deepdraft.server.wire_errors import body_for_path
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics"})
-"""Paths that need no key: a load balancer and a scraper have none."""
+"""Paths that need no key: a load balancer and a scraper have none. The page's files need none
+either: a browser that opens the page has nothing to send yet, and they hold no data."""
 
 _BEARER = b"bearer "
 
@@ -58,7 +60,7 @@ class KeyGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and not _is_open(scope["path"]):
             given = presented_keys(scope["headers"])
             match = self._match(given)
             if match is None:
@@ -88,6 +90,10 @@ class KeyGate:
             {"www-authenticate": "Bearer"},
             media_type="application/json",
         )
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or is_page(path)
 
 
 def _digest(key: bytes) -> bytes:

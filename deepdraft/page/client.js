@@ -1,0 +1,80 @@
+// Talks to the server: one streamed answer, lists, counters.
+
+export class ApiError extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
+
+let apiKey = sessionStorage.getItem("deepdraft.key") || "";
+
+export function setKey(key) {
+  apiKey = key.trim();
+  // For this tab only; a key is not written to disk by us.
+  if (apiKey) sessionStorage.setItem("deepdraft.key", apiKey);
+  else sessionStorage.removeItem("deepdraft.key");
+}
+
+export const hasKey = () => apiKey !== "";
+
+function headers(more = {}) {
+  return apiKey ? { ...more, authorization: `Bearer ${apiKey}` } : more;
+}
+
+async function refuse(response) {
+  let message = `the server answered ${response.status}`;
+  try {
+    message = (await response.json()).error.message || message;
+  } catch { /* no JSON: the status says enough */ }
+  throw new ApiError(message, response.status);
+}
+
+export async function models() {
+  const response = await fetch("v1/models", { headers: headers() });
+  if (!response.ok) await refuse(response);
+  return (await response.json()).data;
+}
+
+// The counters of /metrics as a map from "name{labels}" to a number.
+export async function metrics() {
+  const response = await fetch("metrics");
+  if (!response.ok) await refuse(response);
+  const values = new Map();
+  for (const line of (await response.text()).split("\n")) {
+    if (!line || line[0] === "#") continue;
+    const cut = line.lastIndexOf(" ");
+    values.set(line.slice(0, cut), Number(line.slice(cut + 1)));
+  }
+  return values;
+}
+
+// POSTs a chat body and calls onChunk for each chunk until the stream ends. Throws ApiError, or
+// the AbortError of `signal`.
+export async function chat(body, signal, onChunk) {
+  const response = await fetch("v1/chat/completions", {
+    method: "POST",
+    headers: headers({ "content-type": "application/json" }),
+    body: JSON.stringify(body),
+    signal,
+  });
+  if (!response.ok) await refuse(response);
+  const reader = response.body.getReader();
+  const decoder = new TextDecoder();
+  let held = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    held += done ? decoder.decode() : decoder.decode(value, { stream: true });
+    const lines = held.split("\n");
+    held = lines.pop();
+    for (const line of lines) {
+      if (!line.startsWith("data:")) continue;
+      const data = line.slice(5).trim();
+      if (data === "[DONE]") return;
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw new ApiError(chunk.error.message, 0);
+      onChunk(chunk);
+    }
+    if (done) throw new ApiError("the stream broke off before the end of the answer", 0);
+  }
+}

@@ -1,0 +1,36 @@
+// Runs the HTML of an answer in a frame with an origin of its own and no network.
+
+import { button, el } from "./dom.js";
+
+// `source`: gives the HTML. `back`: called when the preview is closed.
+export function openPreview(source, back) {
+  const holder = el("div.stage");
+  const panel = el("section.preview", { "aria-label": "Preview" });
+
+  function load() {
+    const frame = el("iframe", {
+      // No allow-same-origin: the origin is opaque, and the page out of reach.
+      sandbox: "allow-scripts",
+      src: "page/preview.html",
+      title: "Preview of the answer's page",
+      allow: "fullscreen",
+    });
+    // The frame's origin is opaque, so it has no name that a message could be addressed to; it can
+    // only ever show documents of this server (frame-src), and nothing it says is listened to.
+    frame.addEventListener("load", () => {
+      frame.contentWindow?.postMessage({ html: source() }, "*");
+      frame.focus();
+    }, { once: true });
+    holder.replaceChildren(frame);
+  }
+
+  const bar = el("div.code-bar", {}, el("span.lang", {}, "preview"));
+  bar.append(
+    button("Restart", load, { class: "quiet" }),
+    button("Full screen", () => holder.requestFullscreen?.(), { class: "quiet" }),
+    button("Close", () => { panel.remove(); back(); }, { class: "quiet" }),
+  );
+  panel.append(bar, holder);
+  load();
+  return panel;
+}

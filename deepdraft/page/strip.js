@@ -1,0 +1,188 @@
+// The steps of one answer as a row of columns: rows verified, what of them stood, milliseconds.
+
+import { el, num, shown } from "./dom.js";
+import { stepLine } from "./tokens.js";
+
+const COLUMN = 6, GAP = 1.5, CELL = 6, CELL_GAP = 1.5, TIME_HEIGHT = 18, BAND_GAP = 5;
+
+const strips = new WeakMap(); // view -> Strip
+
+// Canvases do not follow the style sheet by themselves.
+export function redrawStrips() {
+  for (const view of document.querySelectorAll(".strip-view")) strips.get(view)?.draw();
+}
+
+export class Strip {
+  // `onSelect(step | null)`: the step that is looked at.
+  constructor(onSelect) {
+    this.onSelect = onSelect;
+    this.steps = [];
+    this.first = 0; // the first step in view
+    this.following = true;
+    this.selected = -1;
+    this.mostRows = 6;
+    this.mostMs = 0;
+    this.totals = { tokens: 0, decoded: 0, ms: 0, rows: 0, drafts: 0, accepted: 0 };
+    this.canvas = el("canvas", { "aria-hidden": "true" });
+    this.view = el("div.strip-view", {
+      tabindex: 0, role: "slider", "aria-label": "Steps of this answer",
+      "aria-valuemin": 0, "aria-valuemax": 0, "aria-valuenow": 0, "aria-valuetext": "no step yet",
+    }, this.canvas);
+    this.readout = el("p.readout");
+    this.node = el("div.strip", {}, this.view, this.readout);
+    this.view.addEventListener("pointermove", (event) => this.#point(event));
+    this.view.addEventListener("pointerleave", () => this.select(-1));
+    this.view.addEventListener("wheel", (event) => this.#wheel(event), { passive: false });
+    this.view.addEventListener("keydown", (event) => this.#key(event));
+    this.view.addEventListener("blur", () => this.select(-1));
+    strips.set(this.view, this);
+    new ResizeObserver(() => this.draw()).observe(this.view);
+  }
+
+  push(step) {
+    this.steps.push(step);
+    this.mostRows = Math.max(this.mostRows, step.rows);
+    const sum = this.totals;
+    sum.tokens += step.tokens.length;
+    if (step.index) {
+      sum.decoded += step.tokens.length;
+      sum.ms += step.ms;
+      sum.rows += step.rows;
+      sum.drafts += step.rows - 1;
+      sum.accepted += step.accepted;
+      this.mostMs = Math.max(this.mostMs, step.ms);
+    }
+  }
+
+  get numVisible() {
+    return Math.max(1, Math.floor(this.view.clientWidth / (COLUMN + GAP)));
+  }
+
+  draw() {
+    const width = this.view.clientWidth;
+    if (!width) return;
+    const shownSteps = this.numVisible;
+    const last = Math.max(0, this.steps.length - shownSteps);
+    this.first = this.following ? last : Math.min(this.first, last);
+    const rowsHeight = this.mostRows * (CELL + CELL_GAP);
+    const height = rowsHeight + BAND_GAP + TIME_HEIGHT;
+    const scale = devicePixelRatio || 1;
+    const { canvas } = this;
+    if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
+      canvas.width = Math.round(width * scale);
+      canvas.height = Math.round(height * scale);
+      this.view.style.height = height + "px"; // a property, which the policy on styles lets pass
+    }
+    const pen = canvas.getContext("2d");
+    const css = getComputedStyle(this.view);
+    const colour = (name) => css.getPropertyValue("--" + name);
+    const colours = {
+      accepted: colour("accepted"), corrected: colour("corrected"), bonus: colour("bonus"),
+      plain: colour("plain"), lost: colour("lost"), time: colour("time"), hot: colour("hot"),
+    };
+    pen.setTransform(scale, 0, 0, scale, 0, 0);
+    pen.clearRect(0, 0, width, height);
+    const upto = Math.min(this.steps.length, this.first + shownSteps);
+    for (let i = this.first; i < upto; i++) {
+      this.#column(pen, colours, i, (i - this.first) * (COLUMN + GAP), rowsHeight);
+    }
+    this.view.setAttribute("aria-valuemax", Math.max(0, this.steps.length - 1));
+    this.#read();
+  }
+
+  #column(pen, colours, i, x, rowsHeight) {
+    const step = this.steps[i];
+    if (i === this.selected) {
+      pen.fillStyle = colours.hot;
+      pen.fillRect(x - GAP / 2, 0, COLUMN + GAP, rowsHeight + BAND_GAP + TIME_HEIGHT);
+    }
+    const last = step.tokens.at(-1)?.origin ?? "plain";
+    for (let row = 0; row < step.rows; row++) {
+      const y = rowsHeight - (row + 1) * (CELL + CELL_GAP);
+      if (row <= step.accepted) {
+        // From below: the drafts that stood, then the token that follows them.
+        pen.fillStyle = colours[row < step.accepted ? "accepted" : last === "accepted" ? "plain" : last];
+        pen.fillRect(x, y, COLUMN, CELL);
+      } else {
+        pen.strokeStyle = colours.lost;
+        pen.lineWidth = 1;
+        pen.strokeRect(x + 0.5, y + 0.5, COLUMN - 1, CELL - 1);
+      }
+    }
+    if (step.index && this.mostMs) {
+      const tall = Math.max(1, (TIME_HEIGHT * step.ms) / this.mostMs);
+      pen.fillStyle = colours.time;
+      pen.fillRect(x, rowsHeight + BAND_GAP, COLUMN, tall);
+    }
+  }
+
+  #read() {
+    const step = this.steps[this.selected];
+    if (step) {
+      const text = step.tokens.map((token) => shown(token.text)).join(" ");
+      this.readout.textContent = `${stepLine(step)}: ${text}`;
+      this.view.setAttribute("aria-valuenow", this.selected);
+      this.view.setAttribute("aria-valuetext", this.readout.textContent);
+      return;
+    }
+    const line = this.summary();
+    this.readout.textContent = line;
+    this.view.setAttribute("aria-valuetext", line);
+  }
+
+  get acceptedLength() {
+    const steps = this.steps.filter((step) => step.index).length;
+    return steps ? 1 + this.totals.accepted / steps : NaN;
+  }
+
+  summary() {
+    const steps = this.steps.length - (this.steps[0]?.index === 0 ? 1 : 0);
+    if (steps < 1) return "no step yet";
+    const { decoded, ms, rows } = this.totals;
+    return `${num(steps)} steps, ${num(decoded / steps, 2)} tokens and ${num(rows / steps, 2)} rows a step, `
+      + `${num(ms / steps, 1)} ms a step`;
+  }
+
+  select(i) {
+    if (i === this.selected) return;
+    this.selected = i;
+    if (i >= 0) this.#bring(i);
+    this.draw();
+    this.onSelect(this.steps[i] ?? null);
+  }
+
+  #bring(i) {
+    const many = this.numVisible;
+    if (i < this.first) this.first = i;
+    else if (i >= this.first + many) this.first = i - many + 1;
+    else return;
+    this.following = this.first + many >= this.steps.length;
+  }
+
+  #point(event) {
+    const i = this.first + Math.floor(event.offsetX / (COLUMN + GAP));
+    this.select(i < this.steps.length ? i : -1);
+  }
+
+  #wheel(event) {
+    const last = this.steps.length - this.numVisible;
+    const by = Math.abs(event.deltaX) > Math.abs(event.deltaY) ? event.deltaX : event.shiftKey ? event.deltaY : 0;
+    if (last <= 0 || !by) return;
+    event.preventDefault();
+    this.first = Math.max(0, Math.min(last, this.first + Math.round(by / COLUMN)));
+    this.following = this.first >= last;
+    this.draw();
+  }
+
+  #key(event) {
+    const many = this.numVisible;
+    const from = this.selected < 0 ? this.first - 1 : this.selected;
+    const to = {
+      ArrowRight: from + 1, ArrowUp: from + 1, ArrowLeft: from - 1, ArrowDown: from - 1,
+      PageUp: from + many, PageDown: from - many, Home: 0, End: this.steps.length - 1,
+    }[event.key];
+    if (to === undefined || !this.steps.length) return;
+    event.preventDefault();
+    this.select(Math.max(0, Math.min(this.steps.length - 1, to)));
+  }
+}
