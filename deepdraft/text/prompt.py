@@ -171,14 +171,15 @@ def _render_segments(conversation: Conversation, family: Family, sentinel: str) 
         )
     )
     segments: list[Segment] = []
-    done = 0
+    # Read once: the attribute is a new copy of the whole text each time.
+    prompt, done = rendered.prompt, 0
     for start, end in rendered.special_ranges:
         if start > done:
-            segments.append((rendered.prompt[done:start], False))
-        segments.append((rendered.prompt[start:end], True))
+            segments.append((prompt[done:start], False))
+        segments.append((prompt[start:end], True))
         done = end
-    if done < len(rendered.prompt):
-        segments.append((rendered.prompt[done:], False))
+    if done < len(prompt):
+        segments.append((prompt[done:], False))
     return segments
 
 
