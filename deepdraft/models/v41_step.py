@@ -60,6 +60,7 @@ class Output:
 
     logits: Tensor
     taps: Tensor | None
+    places: Places | None = None
 
 
 @dataclass(slots=True)
@@ -183,7 +184,7 @@ class DeviceStep:
                 number += 1
             self.run_block(layer, flow, places, skip)
         _, h, _ = flow.enter(weights.norm, args.rms_norm_eps)
-        return Output(gemv.gemv(h, weights.head, dtype=torch.float32), taps)
+        return Output(gemv.gemv(h, weights.head, dtype=torch.float32), taps, places)
 
     def run_block(self, layer: int, flow: Flow, places: Places, skip: Skip = frozenset()) -> None:
         """One layer: attention, then experts; what it adds last waits in `flow`."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from deepdraft.kernels.runtime import padded_rows
 from deepdraft.models.deepseek_v41 import DeepseekV41
 from deepdraft.models.v41_buffers import RowInputs
+from deepdraft.models.v41_loop import RUNNING, DeviceLoop
 from deepdraft.models.v41_step import DeviceStep, Flow
 
 
@@ -193,3 +194,48 @@ def side_by_side(
             part.append(logits[first : first + len(ids)].clone())
             first += len(ids)
     return [torch.cat(part) for part in parts]
+
+
+@torch.inference_mode()
+def decode(
+    loop: DeviceLoop,
+    prompt: Sequence[int],
+    count: int,
+    *,
+    slot: int = 0,
+    chunk: int = 8,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> tuple[list[int], list[int]]:
+    """`count` tokens behind a prompt, from an empty sequence, and how many drafts each step kept.
+
+    The prompt's last token opens the loop, so plain and drafted decoding start alike. The host
+    reads one step late, as a server would.
+    """
+    step = loop.step
+    inputs = RowInputs(chunk, step.weights.device)
+    for at, ids in _chunks(prompt[:-1], chunk):
+        inputs.set([(slot, at, ids)])
+        out = step.run(inputs)
+        if loop.drafter is not None:
+            loop.drafter.feed_output(out)
+    loop.settings.begin(slot, max_tokens=count, temperature=temperature, seed=seed)
+    loop.set_slots([slot])
+    loop.begin(0, prompt[-1], len(prompt) - 1)
+    tokens: list[int] = []
+    kept: list[int] = []
+    state = RUNNING
+    loop.launch()
+    while state == RUNNING:
+        loop.launch()
+        if step.weights.device.type == "cuda":
+            torch.cuda.synchronize()
+        while loop.num_waiting and state == RUNNING:
+            report = loop.read()[0]
+            tokens.extend(report.token_ids)
+            kept.append(report.num_accepted)
+            state = report.state
+    while loop.num_waiting:
+        late = loop.read()[0]
+        assert not late.token_ids, "a step behind the end emitted tokens"
+    return tokens, kept
