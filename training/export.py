@@ -7,6 +7,7 @@ Run: `python -m training.export --weights DIR --model model.json --tokenizer DIR
 import argparse
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deepdraft.arch import V41Args
-from deepdraft.checkpoint.reader import Checkpoint
+from deepdraft.checkpoint.reader import Checkpoint, Packed
 from deepdraft.checkpoint.writer import write_checkpoint
 from training.prepare import read_model_file
 from training.quantise import WEIGHT_QUANTISERS
@@ -153,11 +154,35 @@ def trained_value(p: Param, value: Tensor) -> Tensor:
     return value if p.fmt == "f32" else value.bfloat16().float()
 
 
-def export(weights: Path, model_file: Path, tokenizer: Path, out: Path) -> tuple[float, int]:
-    """Write the checkpoint; returns the worst relative change and the bytes written."""
+def drafter_of(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> dict[str, Tensor | Packed]:
+    """The drafter from `tensors`, and everything else as it is stored in `checkpoint`.
+
+    ValueError where a tensor that is not the drafter's has other values there.
+    """
+    out: dict[str, Tensor | Packed] = {}
+    for name, value in tensors.items():
+        if name.startswith("mtp."):
+            out[name] = value
+        elif torch.equal(checkpoint.tensor(name), value):
+            out[name] = checkpoint.packed(name)
+        else:
+            raise ValueError(f"{name} is not as in {checkpoint.path}; only drafters may differ")
+    return out
+
+
+def export(
+    weights: Path, model_file: Path, tokenizer: Path, out: Path, target: Path | None = None
+) -> tuple[float, int]:
+    """Write the checkpoint; returns the worst relative change and the bytes written.
+
+    `target`: a checkpoint that all but the drafter is copied from, byte for byte.
+    """
     args, _, _ = read_model_file(model_file)
     tensors = read_weights(weights)
-    write_checkpoint(out, published_config(args), published_tensors(args, tensors))
+    source: Mapping[str, Tensor | Packed] = published_tensors(args, tensors)
+    if target is not None:
+        source = drafter_of(Checkpoint.open(target), published_tensors(args, tensors))
+    write_checkpoint(out, published_config(args), source)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (tokenizer / name).exists() and not (out / name).exists():
             shutil.copyfile(tokenizer / name, out / name)
@@ -169,8 +194,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("weights", "model", "tokenizer", "out"):
         parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--target", type=Path, help="checkpoint whose target is kept")
     o = parser.parse_args()
-    worst, size = export(o.weights, o.model, o.tokenizer, o.out)
+    worst, size = export(o.weights, o.model, o.tokenizer, o.out, o.target)
     print(f"{o.out}: {size} bytes; worst change against the training quantiser {worst:.2e}")
     return int(worst > 0 or size > 20_000_000)
 

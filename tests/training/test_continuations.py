@@ -17,7 +17,7 @@ from deepdraft.models import model_class
 from training import continuations, losses, store
 from training.continuations import GIVEN, KINDS, Continuations, Prefixes, Writer, generate
 from training.evaluate import to_batch
-from training.export import export, published_config, published_tensors
+from training.export import drafter_of, export, published_config, published_tensors
 from training.restore import restore
 from training.train import Trainer, parse_options
 
@@ -103,11 +103,19 @@ def test_restore_is_the_inverse_of_export(
     restore(checkpoint, model_file, tmp_path / "init")
     worst, _ = export(tmp_path / "init", model_file, checkpoint, tmp_path / "again")
     assert worst == 0
+    export(tmp_path / "init", model_file, checkpoint, tmp_path / "kept", checkpoint)
     first, second = Checkpoint.open(checkpoint), Checkpoint.open(tmp_path / "again")
+    kept = Checkpoint.open(tmp_path / "kept")
     names = [name for name, entry in first.table.items() if not name.endswith(".scale")]
     assert len(names) > 100
     for name in names:
         assert torch.equal(first.tensor(name), second.tensor(name)), name
+        if not name.startswith("mtp."):
+            assert torch.equal(first.packed(name).values, kept.packed(name).values), name
+    weights = store.read_weights(tmp_path / "init")
+    weights["layers.0.attn.wq_a.weight"] *= 2
+    with pytest.raises(ValueError, match=r"layers.0.attn.wq_a"):
+        drafter_of(first, published_tensors(tiny_args(), weights))
 
 
 def test_generated_texts_are_the_models_own(checkpoint: Path, tmp_path: Path) -> None:
