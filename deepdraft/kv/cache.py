@@ -71,8 +71,10 @@ class KvCache:
         spill: Path | None = None,
         spill_bytes: int = 0,
         background: bool = False,
+        shared: bool = False,
     ) -> None:
         """`expected`: this server's fingerprint. `drafter`: hits must restore the drafter too.
+        `shared`: peers will read from this memory.
         `background`: hash in a thread of the cache's own; a conversation can be found once it is
         hashed."""
         if not codec.pool_matches(layout, pool):
@@ -85,7 +87,9 @@ class KvCache:
             args.sliding_window, args.decoder_start, args.num_hidden_layers, pool.slack
         )
         self.chunk_bytes = self.settings.chunk_blocks * layout.block_bytes
-        slab = Slab(slot_bytes=self.chunk_bytes, num_slots=max_bytes // self.chunk_bytes)
+        slab = Slab(
+            slot_bytes=self.chunk_bytes, num_slots=max_bytes // self.chunk_bytes, as_file=shared
+        )
         self.memory = Store(slab, self.settings, on_drop=self._dropped)
         self.lock = self.memory.lock
         self.index = {
@@ -444,25 +448,42 @@ class KvCache:
                 if inside and old is not None and entry.exact and covers(have, old):
                     self.memory.supersede(other)
 
-    def adopt(self, manifest: Manifest, slots: list[int]) -> int:
+    def known_chunks(self, manifest: Manifest) -> list[Chunk | int]:
+        """For each chunk of a peer's manifest the same chunk here, held once more, or -1."""
+        keys = self._keys(manifest.token_ids) if manifest.exact else []
+        refs = manifest.all_chunks()
+        out: list[Chunk | int] = [-1] * len(refs)
+        with self.lock:
+            for number, (key, ref) in enumerate(zip(keys, refs, strict=False)):
+                chunk = self.memory.shared(key)
+                if chunk is not None and chunk.digest == ref.digest:
+                    self.memory.hold([chunk])
+                    out[number] = chunk
+        return out
+
+    def adopt(self, manifest: Manifest, parts: Sequence[int | Chunk]) -> int:
         """Make what was fetched from a peer an entry of this store. Returns its number.
 
-        `manifest`: checked; `slots`: reserved, one for each of its chunks in stored order, whose
-        bytes have the digests of the manifest.
+        `manifest`: checked; `parts`: for each of its chunks in stored order a reserved slot whose
+        bytes have the manifest's digest, or one of `known_chunks`, whose hold is taken over.
         """
         keys = self._keys(manifest.token_ids) if manifest.exact else []
         if manifest.chunk_blocks != self.settings.chunk_blocks:
             raise SnapshotError("the peer's chunks have another size")
-        free = iter(slots)
+        free = iter(parts)
 
         def chunks(refs: Sequence[ChunkRef], names: Sequence[bytes] = ()) -> list[Chunk]:
             out = []
             for number, ref in enumerate(refs):
                 name = names[number] if number < len(names) else None
-                chunk = self.memory.chunk(next(free), ref.length, name)
+                part = next(free)
+                if isinstance(part, Chunk):
+                    out.append(part)
+                    continue
+                chunk = self.memory.chunk(part, ref.length, name)
                 chunk.digest = ref.digest
+                self.memory.hold([chunk])
                 out.append(chunk)
-            self.memory.hold(out)
             return out
 
         entry = self.memory.add(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import mmap
+import os
 from collections.abc import Iterable
 
 import numpy as np
@@ -33,7 +34,8 @@ class SlotState(enum.IntEnum):
 class Slab:
     """`num_slots` slots of `slot_bytes`. Not thread-safe."""
 
-    def __init__(self, *, slot_bytes: int, num_slots: int) -> None:
+    def __init__(self, *, slot_bytes: int, num_slots: int, as_file: bool = False) -> None:
+        """`as_file`: the memory has a descriptor, `file`, from which the kernel can send."""
         if slot_bytes < 1 or num_slots < 1:
             raise ConfigError(
                 f"the KV store needs at least one slot of one byte, got {num_slots} slots of "
@@ -41,13 +43,23 @@ class Slab:
             )
         self.slot_bytes = -(-slot_bytes // PAGE) * PAGE
         self.num_slots = num_slots
-        # Anonymous pages are zero and are backed by memory when first touched.
-        self._map = mmap.mmap(-1, self.slot_bytes * num_slots)
+        # New pages are zero and are backed by memory when first touched.
+        self.file: int | None = None
+        if as_file and hasattr(os, "memfd_create"):
+            self.file = os.memfd_create("deepdraft-kv", os.MFD_CLOEXEC)
+            os.ftruncate(self.file, self.slot_bytes * num_slots)
+        size = self.slot_bytes * num_slots
+        self._map = mmap.mmap(-1 if self.file is None else self.file, size)
         if hasattr(mmap, "MADV_DONTDUMP"):
             self._map.madvise(mmap.MADV_DONTDUMP)
         self.array = np.frombuffer(self._map, dtype=np.uint8).reshape(num_slots, self.slot_bytes)
         self.states = np.full(num_slots, SlotState.FREE, dtype=np.uint8)
         self._free = list(range(num_slots - 1, -1, -1))
+
+    def __del__(self) -> None:
+        file, self.file = getattr(self, "file", None), None
+        if file is not None:
+            os.close(file)
 
     @property
     def num_free(self) -> int:

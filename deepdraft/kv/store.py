@@ -241,6 +241,7 @@ class Store:
             assert entry.state is EntryState.FILLING, entry.state
             for chunk, value in hashed:
                 chunk.digest = value
+            for chunk in entry.chunks:
                 if chunk.key is not None:
                     self._shared.setdefault(chunk.key, chunk)
             entry.state = EntryState.SEALED
@@ -272,7 +273,8 @@ class Store:
             with self.lock:
                 self.counters["corrupt"] += 1
                 if chunk.key is not None and self._shared.get(chunk.key) is chunk:
-                    del self._shared[chunk.key]  # no new entry may take it over
+                    del self._shared[chunk.key]
+                chunk.key = None  # no new entry may take it over
             raise SnapshotError(f"a chunk in slot {chunk.slot} of the KV store is damaged")
         return data
 

@@ -1,55 +1,34 @@
-"""Stored conversations from one server to another over TCP.
+"""The owner's side of a transfer: answers peers about the conversations of a cache, over TCP.
 
-Owns: the owner's side (`Exporter`), the reader's side (`Fetcher`), their deadlines and back-off.
-Knows nothing of: the directory, sessions, what a request does with what was fetched.
+Owns: which conversations may be read, leases of connections, time limits of both sides.
+Knows nothing of: the directory, sessions, what a reader does with what it gets.
 
-The owner gives a lease and a manifest, the reader asks for the chunks it needs, verifies each one
-before it counts, and throws all away when the owner says that the lease did not hold throughout.
-Only this process writes to the destination, so a failed fetch frees it at once; transports where
-the peer writes (RDMA) must quarantine it.
+Each connection has a thread; a chunk goes from memory to the socket without a copy in between.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import dataclasses
 import logging
+import secrets
+import socket
 import ssl
-import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Generator
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Literal
 
-import msgspec
+from blake3 import blake3
 
 from deepdraft.errors import ConfigError
 from deepdraft.kv import wire
 from deepdraft.kv.cache import KvCache
 from deepdraft.kv.directory import Record
-from deepdraft.kv.errors import SnapshotError, StoreFull
-from deepdraft.kv.prefix import common_prefix, token_bytes
-from deepdraft.kv.snapshot import Manifest, decode_manifest, digest, encode_manifest
+from deepdraft.kv.errors import SnapshotError
+from deepdraft.kv.snapshot import encode_manifest
+from deepdraft.telemetry import Counters
 
 logger = logging.getLogger(__name__)
-Outcome = Literal[
-    "hit",
-    "miss",
-    "stale",
-    "incompatible",
-    "busy",
-    "too_slow",
-    "timeout",
-    "disconnect",
-    "corrupt",
-    "full",
-    "backoff",
-]
-PIECE_BYTES, BUFFER_BYTES = 1 << 18, 1 << 20
-WINDOW = 4
-"""Chunks asked for ahead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +41,16 @@ class TransferSettings:
     """Without a byte for this long a peer counts as stalled."""
     renew_s: float = 5.0
     backoff_s: float = 5.0
+    connections: int = 2
+    """Of one fetch, where there are many chunks."""
+    max_connections: int = 64
+    """That an owner serves at a time."""
 
     def __post_init__(self) -> None:
         if min(self.connect_s, self.deadline_s, self.idle_s, self.renew_s) <= 0:
             raise ConfigError("the KV transfer's times must be above 0")
+        if min(self.connections, self.max_connections) < 1:
+            raise ConfigError("the KV transfer needs at least one connection")
 
 
 def check_address(host: str, tls: ssl.SSLContext | None) -> None:
@@ -76,351 +61,230 @@ def check_address(host: str, tls: ssl.SSLContext | None) -> None:
     if tls is None and host != "localhost":
         raise ConfigError(
             f"KV transfer without TLS is accepted on loopback only, got {host}; make certificates "
-            f"and set them"
+            f"(deepdraft kv init-fleet) and set them"
         )
 
 
+def authenticate(fleet_key: bytes | None, nonce: bytes, manifest: bytes) -> bytes:
+    """What proves that a member of the fleet made this manifest for this request."""
+    if fleet_key is None:
+        return b""
+    return blake3(nonce + manifest, key=fleet_key).digest()
+
+
 class Exporter:
-    """The owner's side: answers peers about the conversations of a cache."""
+    """Serves the conversations that `own` named, until `close`."""
 
     def __init__(
         self,
         cache: KvCache,
         *,
         tls: ssl.SSLContext | None = None,
+        fleet_key: bytes | None = None,
         settings: TransferSettings | None = None,
     ) -> None:
-        self.cache, self.tls = cache, tls
+        self.cache, self.tls, self.fleet_key = cache, tls, fleet_key
         self.settings = settings or TransferSettings()
-        self.counters: Counter[str] = Counter()
+        self.counters = Counters()
+        self._lock = threading.Lock()
         self._owned: dict[str, tuple[str, int, int]] = {}
-        self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tokens: dict[bytes, int] = {}
+        """Leases by the token under which further connections may join them."""
+        self._links: set[wire.Link] = set()
+        self._threads: set[threading.Thread] = set()
+        self._listener: socket.socket | None = None
+        self._closing = False
 
     def own(self, key: str, record: Record, entry: int) -> None:
         """The directory says this conversation is ours, and this entry holds it."""
-        self._owned[key] = (record.epoch, record.sequence, entry)
+        with self._lock:
+            self._owned[key] = (record.epoch, record.sequence, entry)
 
     def disown(self, key: str) -> None:
         """Someone else owns it now: our copy goes first."""
-        owned = self._owned.pop(key, None)
+        with self._lock:
+            owned = self._owned.pop(key, None)
         if owned is not None:
             self.cache.memory.supersede(owned[2])
 
-    async def start(self, host: str, port: int = 0) -> int:
+    def owned(self) -> dict[str, tuple[str, int, int]]:
+        """Epoch, sequence and entry of each conversation, by key."""
+        with self._lock:
+            return dict(self._owned)
+
+    def start(self, host: str, port: int = 0) -> int:
         """Listen; returns the port."""
         check_address(host, self.tls)
-        self._server = await asyncio.start_server(self._serve, host, port, ssl=self.tls)
-        return int(self._server.sockets[0].getsockname()[1])
-
-    async def close(self) -> None:
-        """Stop listening and end every connection."""
-        if self._server is not None:
-            self._server.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        lease = None
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            peer = str((writer.get_extra_info("peername") or ("?",))[0])
-            async with asyncio.timeout(self.settings.idle_s):
-                first = await wire.read_request(reader)
-            reply, lease = self._open(first, peer)
-            await self._send(writer, wire.frame(reply))
-            while lease is not None:
-                async with asyncio.timeout(self.cache.settings.max_lease_s):
-                    request = await wire.read_request(reader)
-                if isinstance(request, wire.Close):
-                    valid = self.cache.memory.close(lease)
-                    lease = None
-                    await self._send(writer, wire.frame(wire.Closed(valid)))
-                else:
-                    await self._answer(writer, request, lease)
-        except (OSError, asyncio.IncompleteReadError):  # time-outs are OSErrors
-            self.counters["reader_gone"] += 1
-        except SnapshotError as error:
-            self.counters["bad_request"] += 1
-            logger.warning("KV transfer: %s", error)
-        except asyncio.CancelledError:
-            pass  # the server is closing
-        finally:
-            self._tasks.discard(task)
-            if lease is not None:
-                # Its socket is ours: nothing more can be read, so the lease ends at once.
-                self.cache.memory.close(lease)
-                writer.transport.abort()
-            writer.close()
+            self._listener = socket.create_server((host, port), family=family)
+        except OSError as error:
+            raise ConfigError(f"cannot listen for KV peers on {host}:{port}: {error}") from error
+        self._spawn(self._accept, self._listener)
+        return int(self._listener.getsockname()[1])
 
-    async def _send(self, writer: asyncio.StreamWriter, *parts: bytes | memoryview) -> None:
-        for part in parts:
-            writer.write(part)
-        async with asyncio.timeout(self.settings.idle_s):
-            await writer.drain()
+    def close(self) -> None:
+        """Stop listening and end every connection."""
+        self._closing = True
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+        with self._lock:
+            links, threads = list(self._links), list(self._threads)
+        for link in links:
+            link.abort()
+        for thread in threads:
+            thread.join(10)
+
+    def _spawn(self, target: object, *args: object) -> None:
+        def run() -> None:
+            try:
+                target(*args)  # type: ignore[operator]
+            finally:
+                with self._lock:
+                    self._threads.discard(thread)
+
+        thread = threading.Thread(target=run, name="deepdraft-kv-export", daemon=True)
+        with self._lock:
+            self._threads.add(thread)
+        thread.start()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._closing:
+            try:
+                sock, address = listener.accept()
+            except OSError:
+                if self._closing:
+                    return
+                self.counters.add("accept_failed")
+                continue
+            with self._lock:
+                full = len(self._links) >= self.settings.max_connections
+            if full:
+                self.counters.add("too_many")
+                sock.close()
+            else:
+                self._spawn(self._serve, sock, str(address[0]))
+
+    @contextlib.contextmanager
+    def _link(self, sock: socket.socket) -> Generator[wire.Link]:
+        link = None
+        try:
+            if self.tls is not None:
+                sock.settimeout(self.settings.idle_s)
+                sock = self.tls.wrap_socket(sock, server_side=True)
+            link = wire.Link(sock, self.settings.idle_s)
+            with self._lock:
+                self._links.add(link)
+            if self._closing:
+                raise OSError("closing")
+            yield link
+        finally:
+            with self._lock:
+                self._links.discard(link)  # type: ignore[arg-type]
+            sock.close()
+
+    def _serve(self, sock: socket.socket, peer: str) -> None:
+        lease, token = None, b""
+        try:
+            with self._link(sock) as link:
+                first = link.request()
+                if isinstance(first, wire.Join):
+                    self._join(link, first)
+                    return
+                reply, lease = self._open(first, peer)
+                if isinstance(reply, wire.Opened) and lease is not None:
+                    token = reply.token
+                    with self._lock:
+                        self._tokens[token] = lease
+                link.send(reply)
+                if lease is not None and self._answer_all(link, lease):
+                    lease = None
+        except OSError:  # time-outs are OSErrors
+            self.counters.add("reader_gone")
+        except SnapshotError as error:
+            self.counters.add("bad_request")
+            logger.warning("KV transfer: %s", error)
+        except Exception:
+            self.counters.add("failed")
+            logger.exception("KV transfer failed")
+        finally:
+            with self._lock:
+                self._tokens.pop(token, None)
+            if lease is not None:
+                # Nothing more is sent: the reader cannot get an answer to `Close` any more.
+                self.cache.memory.close(lease)
 
     def _open(self, request: wire.Request, peer: str) -> tuple[wire.Reply, int | None]:
         if not isinstance(request, wire.Open) or request.protocol != wire.PROTOCOL:
             return wire.Refused("bad"), None
+        if len(request.nonce) != wire.NONCE_BYTES:
+            return wire.Refused("bad"), None
         if request.fingerprint != self.cache.expected:
             return wire.Refused("incompatible"), None
-        owned = self._owned.get(request.key)
+        with self._lock:
+            owned = self._owned.get(request.key)
         if owned is None:
             return wire.Refused("miss"), None
         if owned[:2] != (request.epoch, request.sequence):
             return wire.Refused("stale"), None
         entry = self.cache.memory.pin(owned[2])
         if entry is None:
-            del self._owned[request.key]
+            with self._lock:
+                self._owned.pop(request.key, None)
             return wire.Refused("miss"), None
         try:
             lease = self.cache.memory.lease(entry.id, peer)
             if lease is None:
                 return wire.Refused("busy"), None
-            self.counters["opened"] += 1
+            self.counters.add("opened")
             head = encode_manifest(self.cache.manifest(entry))
-            return wire.Opened(head, self.cache.settings.lease_s), lease.id
+            mac = authenticate(self.fleet_key, request.nonce, head)
+            token = secrets.token_bytes(wire.NONCE_BYTES)
+            return wire.Opened(head, self.cache.settings.lease_s, token, mac), lease.id
         finally:
             self.cache.memory.unpin(entry)
 
-    async def _answer(
-        self, writer: asyncio.StreamWriter, request: wire.Request, lease: int
-    ) -> None:
-        memory = self.cache.memory
-        if isinstance(request, wire.Renew):
-            until = memory.renew(lease)
-            reply: wire.Reply = (
-                wire.Refused("gone")
-                if until is None
-                else wire.Renewed(max(0.0, until - memory.clock()))
-            )
-            await self._send(writer, wire.frame(reply))
+    def _join(self, link: wire.Link, request: wire.Join) -> None:
+        with self._lock:
+            lease = self._tokens.get(request.token)
+        if lease is None or request.protocol != wire.PROTOCOL:
+            link.send(wire.Refused("gone"))
             return
+        link.send(wire.Joined())
+        self._answer_all(link, lease, joined=True)
+
+    def _answer_all(self, link: wire.Link, lease: int, *, joined: bool = False) -> bool:
+        """Answers until the reader is done. True: the lease has been closed."""
+        memory = self.cache.memory
+        while True:
+            link.limit(self.cache.settings.max_lease_s)
+            request = link.request()
+            link.limit(self.settings.idle_s)
+            if isinstance(request, wire.Read):
+                self._read(link, request.index, lease)
+            elif joined:
+                return False  # the first connection closes for all
+            elif isinstance(request, wire.Close):
+                link.send(wire.Closed(memory.close(lease)))
+                return True
+            elif isinstance(request, wire.Renew):
+                until = memory.renew(lease)
+                left = 0.0 if until is None else max(0.0, until - memory.clock())
+                link.send(wire.Refused("gone") if until is None else wire.Renewed(left))
+            else:
+                link.send(wire.Refused("bad"))
+
+    def _read(self, link: wire.Link, index: int, lease: int) -> None:
+        memory = self.cache.memory
         entry = memory.leased(lease)
         chunks = entry.all_chunks() if entry is not None else []
-        if not isinstance(request, wire.Read) or not 0 <= request.index < len(chunks):
-            await self._send(writer, wire.frame(wire.Refused("gone" if entry is None else "bad")))
+        if not 0 <= index < len(chunks):
+            link.send(wire.Refused("gone" if entry is None else "bad"))
             return
-        chunk = chunks[request.index]
-        data = memory.slab.view(chunk.slot, chunk.length).data
-        self.counters["bytes"] += chunk.length
-        await self._send(writer, wire.frame(wire.Data(request.index, chunk.length)))
-        # In pieces: what the socket does not take at once is copied and moved in the writer.
-        for at in range(0, chunk.length, PIECE_BYTES):
-            await self._send(writer, memoryview(data)[at : at + PIECE_BYTES])
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """How a fetch ended; `entry` is the local entry of a hit."""
-
-    outcome: Outcome
-    entry: int | None = None
-    tokens: int = 0
-    num_bytes: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """Where a server's exporter listens."""
-
-    host: str
-    port: int
-
-
-class _Refused(Exception):
-    def __init__(self, outcome: Outcome) -> None:
-        self.outcome: Outcome = outcome
-
-
-class Fetcher:
-    """The reader's side: brings a conversation's cache into this server's store."""
-
-    def __init__(
-        self,
-        cache: KvCache,
-        *,
-        tls: ssl.SSLContext | None = None,
-        settings: TransferSettings | None = None,
-        worth_it: Callable[[int, int], bool] = lambda num_bytes, num_tokens: True,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`worth_it(bytes, tokens)`: fetching so much beats computing so many tokens."""
-        self.cache, self.tls, self.clock, self.worth_it = cache, tls, clock, worth_it
-        self.settings = settings or TransferSettings()
-        self.counters: Counter[str] = Counter()
-        self._backoff: dict[Peer, float] = {}
-
-    async def fetch(
-        self, peer: Peer, key: str, record: Record, token_ids: Sequence[int]
-    ) -> Fetched:
-        """Bring what the peer holds of `token_ids` into the local store.
-
-        Never raises for what a peer or a network can do; every outcome but hit means: compute.
-        """
-        check_address(peer.host, self.tls)
-        began = self.clock()
-        if began < self._backoff.get(peer, 0.0):
-            return self._done(Fetched("backoff"))
-        outcome: Outcome
-        try:
-            async with asyncio.timeout(self.settings.deadline_s):
-                done = await self._fetch(peer, key, record, token_ids)
-            return self._done(dataclasses.replace(done, seconds=self.clock() - began))
-        except _Refused as error:
-            return self._done(Fetched(error.outcome))
-        except StoreFull:
-            return self._done(Fetched("full"))
-        except TimeoutError:
-            outcome = "timeout"
-        except (OSError, asyncio.IncompleteReadError):
-            outcome = "disconnect"
-        except SnapshotError as error:
-            outcome = "corrupt"
-            logger.warning("KV fetch: %s", error)
-        self._backoff[peer] = self.clock() + self.settings.backoff_s
-        return self._done(Fetched(outcome))
-
-    def _done(self, fetched: Fetched) -> Fetched:
-        self.counters[fetched.outcome] += 1
-        self.counters["bytes"] += fetched.num_bytes
-        return fetched
-
-    async def _fetch(
-        self, peer: Peer, key: str, record: Record, token_ids: Sequence[int]
-    ) -> Fetched:
-        async with asyncio.timeout(self.settings.connect_s):
-            reader, writer = await asyncio.open_connection(
-                peer.host, peer.port, ssl=self.tls, limit=BUFFER_BYTES
-            )
-        try:
-            talk = _Talk(reader, writer, self.settings)
-            opened = await talk.ask(
-                wire.Open(wire.PROTOCOL, self.cache.expected, key, record.epoch, record.sequence)
-            )
-            if isinstance(opened, wire.Refused):
-                known = ("miss", "stale", "incompatible", "busy")
-                raise _Refused(opened.reason if opened.reason in known else "miss")  # type: ignore[arg-type]
-            if not isinstance(opened, wire.Opened):
-                raise SnapshotError("the peer answered something else than was asked")
-            manifest = decode_manifest(
-                opened.manifest, layout=self.cache.layout, expected=self.cache.expected
-            )
-            wanted, indices = shorten(manifest, token_ids)
-            if wanted is None:
-                raise _Refused("miss")
-            if not self.worth_it(wanted.data_bytes, wanted.num_tokens):
-                raise _Refused("too_slow")
-            return await self._take(talk, manifest, wanted, indices)
-        finally:
-            writer.close()
-
-    async def _take(
-        self, talk: _Talk, manifest: Manifest, wanted: Manifest, indices: list[int]
-    ) -> Fetched:
-        memory = self.cache.memory
-        refs = manifest.all_chunks()
-        if max(refs[i].length for i in indices) > memory.slab.slot_bytes:
-            raise SnapshotError("the peer's chunks are larger than a slot here")
-        slots = memory.reserve(len(indices))
-        try:
-            for index in indices[:WINDOW]:
-                talk.send(wire.Read(index))
-            for at, index in enumerate(indices):
-                data = memory.slab.view(slots[at], refs[index].length)
-                await talk.chunk(index, data.data)
-                if at + WINDOW < len(indices):
-                    talk.send(wire.Read(indices[at + WINDOW]))
-                # The next chunks arrive in the sockets' buffers meanwhile.
-                if await asyncio.to_thread(digest, data) != refs[index].digest:
-                    raise SnapshotError(f"chunk {index} came damaged")
-                talk.renew_if_due()
-            closed = await talk.ask(wire.Close())
-            if not isinstance(closed, wire.Closed) or not closed.valid:
-                raise SnapshotError("the peer's lease did not hold while it was read")
-            entry = self.cache.adopt(wanted, slots)
-            slots = []
-            return Fetched("hit", entry, wanted.num_tokens, wanted.data_bytes)
-        finally:
-            if slots:
-                memory.unreserve(slots)
-
-
-class _Talk:
-    """One connection, each wait bounded by the idle time."""
-
-    def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        settings: TransferSettings,
-    ) -> None:
-        self.reader, self.writer, self.settings = reader, writer, settings
-        self._renewed = time.monotonic()
-
-    def send(self, message: wire.Request) -> None:
-        self.writer.write(wire.frame(message))
-
-    async def reply(self) -> wire.Reply:
-        while True:
-            async with asyncio.timeout(self.settings.idle_s):
-                reply = await wire.read_reply(self.reader)
-            # Renewals are sent between reads; their replies come in between.
-            if not isinstance(reply, wire.Renewed):
-                return reply
-
-    async def ask(self, message: wire.Request) -> wire.Reply:
-        self.send(message)
-        return await self.reply()
-
-    async def chunk(self, index: int, into: memoryview) -> None:
-        """Fill `into` with a chunk's bytes, which are not checked yet."""
-        reply = await self.reply()
-        if isinstance(reply, wire.Refused):
-            raise SnapshotError(f"the peer stopped: {reply.reason[:20]}")
-        if reply != wire.Data(index, len(into)):
-            raise SnapshotError("the peer sent another chunk than was asked for")
-        at = 0
-        while at < len(into):
-            async with asyncio.timeout(self.settings.idle_s):
-                part = await self.reader.read(min(len(into) - at, PIECE_BYTES))
-            if not part:
-                raise asyncio.IncompleteReadError(b"", len(into) - at)
-            into[at : at + len(part)] = part
-            at += len(part)
-
-    def renew_if_due(self) -> None:
-        if time.monotonic() - self._renewed > self.settings.renew_s:
-            self._renewed = time.monotonic()
-            self.send(wire.Renew())
-
-
-def shorten(manifest: Manifest, token_ids: Sequence[int]) -> tuple[Manifest | None, list[int]]:
-    """The part of a snapshot that a request can use, as a manifest of its own, and the places of
-    its chunks in the whole one. Whole chunks only; None where nothing is shared."""
-    shared = common_prefix(token_bytes(manifest.token_ids), token_bytes(token_ids))
-    if not shared:
-        return None, []
-    size = manifest.chunk_blocks * manifest.layout.block_tokens
-    count = min(len(manifest.chunks), -(-shared // size))
-    tokens = min(manifest.num_tokens, count * size)
-    indices, at = list(range(count)), len(manifest.chunks)
-    kept = []
-    for checkpoint in manifest.checkpoints:
-        if checkpoint.info.position <= shared:
-            kept.append(checkpoint)
-            indices.extend(range(at, at + len(checkpoint.chunks)))
-        at += len(checkpoint.chunks)
-    return (
-        msgspec.structs.replace(
-            manifest,
-            tokens=manifest.tokens[: 4 * tokens],
-            chunks=manifest.chunks[:count],
-            checkpoints=tuple(kept),
-        ),
-        indices,
-    )
+        chunk, slab = chunks[index], memory.slab
+        link.send(wire.Data(index, chunk.length), more=True)
+        data = slab.view(chunk.slot, chunk.length).data
+        link.send_bytes(data, slab.file, chunk.slot * slab.slot_bytes)
+        self.counters.add("bytes", chunk.length)

@@ -1,6 +1,7 @@
-"""Messages between two servers about one stored conversation.
+"""Messages between two servers about one stored conversation, and the connection they go over.
 
-Owns: their schema, caps and framing. Knows nothing of: sockets' making, stores, what is verified.
+Owns: schema, caps and framing of messages; one blocking connection and its time limits.
+Knows nothing of: stores, what is verified, who may ask for what.
 
 A frame is its length (uint32, little-endian) and a MessagePack map with a `type`. After a `Data`
 frame come `length` bytes of a chunk as they are.
@@ -8,16 +9,25 @@ frame come `length` bytes of a chunk as they are.
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
+import os
+import socket
+import ssl
+import struct
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
 
 import msgspec
 
 from deepdraft.kv.errors import SnapshotError
 from deepdraft.kv.snapshot import HEAD_BYTES, MAX_MANIFEST_BYTES
 
-PROTOCOL = 1
+PROTOCOL = 2
+NONCE_BYTES = 16
 MAX_REQUEST_BYTES = 4096
 MAX_REPLY_BYTES = MAX_MANIFEST_BYTES + HEAD_BYTES + 4096
+_MORE = getattr(socket, "MSG_MORE", 0)
+_WAIT_ALL = getattr(socket, "MSG_WAITALL", 0)
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
@@ -32,6 +42,15 @@ class Open(_Message, frozen=True, tag="open"):
     key: str
     epoch: str
     sequence: int
+    nonce: bytes
+    """Fresh bytes that the answer's authentication covers."""
+
+
+class Join(_Message, frozen=True, tag="join"):
+    """A further connection under the lease that `token` names."""
+
+    protocol: int
+    token: bytes
 
 
 class Read(_Message, frozen=True, tag="read"):
@@ -53,6 +72,14 @@ class Opened(_Message, frozen=True, tag="opened"):
 
     manifest: bytes
     lease_s: float
+    token: bytes
+    """For `Join`."""
+    mac: bytes
+    """Keyed BLAKE3 of nonce and manifest under the fleet's key; empty without one."""
+
+
+class Joined(_Message, frozen=True, tag="joined"):
+    """Chunks may be asked for on this connection too."""
 
 
 class Refused(_Message, frozen=True, tag="refused"):
@@ -80,10 +107,11 @@ class Closed(_Message, frozen=True, tag="closed"):
     valid: bool
 
 
-Request = Open | Read | Renew | Close
-Reply = Opened | Refused | Data | Renewed | Closed
+Request = Open | Join | Read | Renew | Close
+Reply = Opened | Joined | Refused | Data | Renewed | Closed
 _REQUESTS = msgspec.msgpack.Decoder(Request)
 _REPLIES = msgspec.msgpack.Decoder(Reply)
+_MessageT = TypeVar("_MessageT")
 
 
 def frame(message: Request | Reply) -> bytes:
@@ -92,24 +120,127 @@ def frame(message: Request | Reply) -> bytes:
     return len(body).to_bytes(4, "little") + body
 
 
-async def _body(reader: asyncio.StreamReader, cap: int) -> bytes:
-    size = int.from_bytes(await reader.readexactly(4), "little")
-    if size > cap:
-        raise SnapshotError(f"a message of {size} bytes is over the cap, {cap}")
-    return await reader.readexactly(size)
+class Disconnected(OSError):
+    """The other side closed the connection in the middle."""
 
 
-async def read_request(reader: asyncio.StreamReader) -> Request:
-    """The next request. SnapshotError: not one; IncompleteReadError: the peer is gone."""
+class Link:
+    """One blocking connection. Every wait for bytes ends after `idle_s` with TimeoutError.
+
+    The time limit is the kernel's, so that a whole chunk is one call. `abort` may be called from
+    another thread: whoever waits gets an OSError.
+    """
+
+    def __init__(self, sock: socket.socket, idle_s: float) -> None:
+        self.sock, self.idle_s = sock, idle_s
+        self._tls = isinstance(sock, ssl.SSLSocket)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.limit(idle_s)
+
+    @classmethod
+    def connect(
+        cls,
+        host: str,
+        port: int,
+        tls: ssl.SSLContext | None,
+        name: str,
+        *,
+        idle_s: float,
+        by: float,
+    ) -> Link:
+        """A connection made within `by` seconds, to the server whose certificate says `name`."""
+        sock = socket.create_connection((host, port), by)
+        try:
+            if tls is not None:
+                sock = tls.wrap_socket(sock, server_hostname=name or host)
+            return cls(sock, idle_s)
+        except BaseException:
+            sock.close()
+            raise
+
+    def limit(self, seconds: float) -> None:
+        """Waits take so long from now on."""
+        if self._tls:
+            self.sock.settimeout(seconds)
+            return
+        self.sock.settimeout(None)
+        whole = max(1, round(seconds * 1e6))
+        value = struct.pack("@ll", whole // 1_000_000, whole % 1_000_000)
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+
+    def send(self, *messages: Request | Reply, more: bool = False) -> None:
+        """Messages in one piece; `more`: bytes follow at once."""
+        data = b"".join(map(frame, messages))
+        with _timeouts():
+            if self._tls:
+                self.sock.sendall(data)
+            else:
+                self.sock.sendall(data, _MORE if more else 0)
+
+    def send_bytes(self, data: memoryview, file: int | None = None, offset: int = 0) -> None:
+        """A chunk's bytes; straight from `file` at `offset`, where memory is a file's."""
+        if file is None or self._tls:
+            with _timeouts():
+                self.sock.sendall(data)
+            return
+        at = 0
+        while at < len(data):
+            with _timeouts():
+                sent = os.sendfile(self.sock.fileno(), file, offset + at, len(data) - at)
+            if not sent:
+                raise Disconnected("the memory file ended early")
+            at += sent
+
+    def fill(self, into: memoryview) -> None:
+        """Exactly so many bytes. Raises Disconnected where the stream ends before."""
+        at = 0
+        while at < len(into):
+            with _timeouts():
+                if self._tls:
+                    got = self.sock.recv_into(into[at:])
+                else:
+                    got = self.sock.recv_into(into[at:], 0, _WAIT_ALL)
+            if not got:
+                raise Disconnected("the peer closed the connection")
+            at += got
+
+    def request(self) -> Request:
+        """The next request. SnapshotError: not one; OSError: the peer is gone."""
+        return self._message(_REQUESTS.decode, MAX_REQUEST_BYTES)
+
+    def reply(self) -> Reply:
+        """The next reply. SnapshotError: not one; OSError: the peer is gone."""
+        return self._message(_REPLIES.decode, MAX_REPLY_BYTES)
+
+    def _message(self, decode: Callable[[bytes], _MessageT], cap: int) -> _MessageT:
+        head = bytearray(4)
+        self.fill(memoryview(head))
+        size = int.from_bytes(head, "little")
+        if size > cap:
+            raise SnapshotError(f"a message of {size} bytes is over the cap, {cap}")
+        body: Any = bytearray(size)
+        self.fill(memoryview(body))
+        try:
+            return decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise SnapshotError(f"a peer sent no valid message: {error}") from None
+
+    def abort(self) -> None:
+        """End the connection at once; the descriptor stays until `close`."""
+        with contextlib.suppress(OSError):
+            # Of the socket below: a TLS layer would first say good-bye.
+            socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        with contextlib.suppress(OSError):
+            self.sock.close()
+
+
+@contextlib.contextmanager
+def _timeouts() -> Generator[None]:
     try:
-        return _REQUESTS.decode(await _body(reader, MAX_REQUEST_BYTES))
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise SnapshotError(f"a peer sent no valid request: {error}") from None
-
-
-async def read_reply(reader: asyncio.StreamReader) -> Reply:
-    """The next reply. SnapshotError: not one; IncompleteReadError: the peer is gone."""
-    try:
-        return _REPLIES.decode(await _body(reader, MAX_REPLY_BYTES))
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise SnapshotError(f"a peer sent no valid reply: {error}") from None
+        yield
+    except BlockingIOError:
+        raise TimeoutError("no byte came or went in time") from None

@@ -1,37 +1,37 @@
 """Two servers in one process, and a proxy between them that does what networks do."""
 
 import asyncio
+import contextlib
 import shutil
 import ssl
 import subprocess
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from deepdraft.errors import ConfigError
 from deepdraft.kv import wire
 from deepdraft.kv.directory import Record
+from deepdraft.kv.fetch import Fetched, Fetcher, Peer, shorten
 from deepdraft.kv.settings import StoreSettings
-from deepdraft.kv.snapshot import decode_manifest, encode_manifest
-from deepdraft.kv.transfer import (
-    Exporter,
-    Fetched,
-    Fetcher,
-    Peer,
-    TransferSettings,
-    check_address,
-    shorten,
-)
+from deepdraft.kv.snapshot import Manifest, decode_manifest, encode_manifest
+from deepdraft.kv.transfer import Exporter, TransferSettings, check_address
 from deepdraft.models.deepseek_v41 import DeepseekV41
 from tests.kv.conftest import FINGERPRINT, Served, text
 from tests.kv.test_exact import both
 from tests.kv.test_faults import LAYOUT, Kept
 
-KEY, RECORD = "k" * 64, Record("epoch", 7, "A")
+KEY, RECORD, NONCE = "k" * 64, Record("epoch", 7, "A"), bytes(16)
 FAST = TransferSettings(connect_s=2, deadline_s=20, idle_s=1.0, renew_s=0.0001, backoff_s=30)
 TOKENS = text(1, 100)
+
+
+async def read_reply(reader: asyncio.StreamReader) -> wire.Reply:
+    size = int.from_bytes(await reader.readexactly(4), "little")
+    return msgspec.msgpack.decode(await reader.readexactly(size), type=wire.Reply)
 
 
 @dataclass
@@ -107,14 +107,15 @@ class Two:
         """Afterwards nothing may be held on either side."""
 
         async def main() -> None:
-            proxy = Proxy(await self.exporter.start("127.0.0.1"))
+            self.peer = Peer("127.0.0.1", self.exporter.start("127.0.0.1"))
+            proxy = Proxy(self.peer.port)
             peer = Peer("127.0.0.1", await proxy.start())
             try:
                 await use(peer, proxy)
                 await asyncio.sleep(0.05)
             finally:
                 await proxy.close()
-                await self.exporter.close()
+                self.exporter.close()
             await asyncio.sleep(0.05)
 
         asyncio.run(main())
@@ -125,7 +126,8 @@ class Two:
             assert (stats["pins"], stats["leases"]) == (0, 0)
 
     async def fetch(self, peer: Peer, tokens: list[int] = TOKENS) -> Fetched:
-        return await self.fetcher.fetch(peer, KEY, RECORD, tokens)
+        # In a thread: the proxy lives on this loop.
+        return await asyncio.to_thread(self.fetcher.fetch, peer, KEY, RECORD, tokens)
 
     def nothing_came(self) -> None:
         memory = self.b.cache.memory
@@ -154,16 +156,12 @@ def test_the_next_turn_on_another_server(mode: str, model: DeepseekV41) -> None:
     tokens, _, _, _ = a.answer(prompt)
     turn = [*prompt, *tokens, *text(2, 20)]
 
-    async def main() -> None:
-        exporter = Exporter(a.cache)
-        (entry,) = a.cache.memory.entries
-        exporter.own(KEY, RECORD, entry)
-        port = await exporter.start("127.0.0.1")
-        got = await Fetcher(b.cache).fetch(Peer("127.0.0.1", port), KEY, RECORD, turn)
-        assert got.outcome == "hit"
-        await exporter.close()
-
-    asyncio.run(main())
+    exporter = Exporter(a.cache)
+    (entry,) = a.cache.memory.entries
+    exporter.own(KEY, RECORD, entry)
+    peer = Peer("127.0.0.1", exporter.start("127.0.0.1"))
+    assert Fetcher(b.cache).fetch(peer, KEY, RECORD, turn).outcome == "hit"
+    exporter.close()
     assert both(b, turn) == "63/63"
 
 
@@ -214,11 +212,11 @@ def test_refusals() -> None:
     two = Two()
 
     async def use(peer: Peer, proxy: Proxy) -> None:
-        f = two.fetcher
-        assert (await f.fetch(peer, "x" * 64, RECORD, TOKENS)).outcome == "miss"
+        f = two.fetcher.fetch
+        assert f(two.peer, "x" * 64, RECORD, TOKENS).outcome == "miss"
         for other in (Record("other", 7), Record("epoch", 6), Record("epoch", 8)):
-            assert (await f.fetch(peer, KEY, other, TOKENS)).outcome == "stale"
-        assert (await f.fetch(peer, KEY, RECORD, [5000, *TOKENS])).outcome == "miss"
+            assert f(two.peer, KEY, other, TOKENS).outcome == "stale"
+        assert f(two.peer, KEY, RECORD, [5000, *TOKENS]).outcome == "miss"
         two.b.cache.expected = b"z" * 32
         assert (await two.fetch(peer)).outcome == "incompatible"
 
@@ -263,8 +261,8 @@ def test_busy() -> None:
 def test_not_worth_it() -> None:
     asked: list[tuple[int, int]] = []
 
-    def worth_it(num_bytes: int, num_tokens: int) -> bool:
-        asked.append((num_bytes, num_tokens))
+    def worth_it(wanted: Manifest, tokens: Sequence[int]) -> bool:
+        asked.append((wanted.data_bytes, len(tokens)))
         return False
 
     two = Two(worth_it=worth_it)
@@ -364,9 +362,9 @@ def test_a_reader_that_dies_leaves_no_lease() -> None:
 
     async def use(peer: Peer, proxy: Proxy) -> None:
         reader, writer = await asyncio.open_connection(peer.host, proxy.port)
-        message = wire.Open(wire.PROTOCOL, FINGERPRINT, KEY, RECORD.epoch, RECORD.sequence)
+        message = wire.Open(wire.PROTOCOL, FINGERPRINT, KEY, RECORD.epoch, RECORD.sequence, NONCE)
         writer.write(wire.frame(message))
-        assert isinstance(await wire.read_reply(reader), wire.Opened)
+        assert isinstance(await read_reply(reader), wire.Opened)
         assert two.a.cache.stats()["leases"] == 1
         writer.write(wire.frame(wire.Read(0)))
         writer.transport.abort()
@@ -387,8 +385,8 @@ def test_a_reader_that_dies_leaves_no_lease() -> None:
         b"\xff\xff\xff\xff",
         b"\5\0\0\0hello",
         wire.frame(wire.Read(0)),
-        wire.frame(wire.Open(99, FINGERPRINT, KEY, "e", 1)),
-        wire.frame(wire.Open(1, FINGERPRINT, KEY * 100, "e", 1)),
+        wire.frame(wire.Open(99, FINGERPRINT, KEY, "e", 1, NONCE)),
+        wire.frame(wire.Open(wire.PROTOCOL, FINGERPRINT, KEY * 100, "e", 1, NONCE)),
         b"GET / HTTP/1.1\r\n\r\n",
     ],
 )
@@ -399,7 +397,9 @@ def test_junk_from_a_peer_changes_nothing(junk: bytes) -> None:
         reader, writer = await asyncio.open_connection(peer.host, proxy.port)
         writer.write(junk)
         await writer.drain()
-        data = await asyncio.wait_for(reader.read(), 5)  # an answer or none, then the end
+        data = b""
+        with contextlib.suppress(ConnectionResetError):  # junk that was not read to its end
+            data = await asyncio.wait_for(reader.read(), 5)  # an answer or none, then the end
         assert len(data) < 100
         writer.close()
         assert (await two.fetch(peer)).outcome == "hit"
@@ -413,11 +413,11 @@ def test_chunks_that_are_not_there(index: int) -> None:
 
     async def use(peer: Peer, proxy: Proxy) -> None:
         reader, writer = await asyncio.open_connection(peer.host, proxy.port)
-        message = wire.Open(wire.PROTOCOL, FINGERPRINT, KEY, RECORD.epoch, RECORD.sequence)
+        message = wire.Open(wire.PROTOCOL, FINGERPRINT, KEY, RECORD.epoch, RECORD.sequence, NONCE)
         writer.write(wire.frame(message) + wire.frame(wire.Read(index)) + wire.frame(wire.Close()))
-        assert isinstance(await wire.read_reply(reader), wire.Opened)
-        assert await wire.read_reply(reader) == wire.Refused("bad")
-        assert await wire.read_reply(reader) == wire.Closed(True)
+        assert isinstance(await read_reply(reader), wire.Opened)
+        assert await read_reply(reader) == wire.Refused("bad")
+        assert await read_reply(reader) == wire.Closed(True)
         writer.close()
 
     two.run(use)
@@ -458,7 +458,7 @@ def test_peers_without_our_certificate_are_refused(tmp_path: Path) -> None:
     two.exporter.tls = context(ssl.Purpose.CLIENT_AUTH, "ours", "ours")
 
     async def main() -> None:
-        peer = Peer("127.0.0.1", await two.exporter.start("127.0.0.1"))
+        peer = Peer("127.0.0.1", two.exporter.start("127.0.0.1"))
         for name, trusts, outcome in (
             ("theirs", "ours", {"disconnect"}),
             ("ours", "theirs", {"disconnect"}),
@@ -469,7 +469,7 @@ def test_peers_without_our_certificate_are_refused(tmp_path: Path) -> None:
             assert (await two.fetch(peer)).outcome in outcome
         two.fetcher.tls = None
         assert (await two.fetch(peer)).outcome in ("disconnect", "timeout", "corrupt")
-        await two.exporter.close()
+        two.exporter.close()
         await asyncio.sleep(0.05)
 
     asyncio.run(main())
