@@ -47,6 +47,11 @@ def _require(ok: bool, name: str, value: object, rule: str) -> None:
         raise ConfigError(f"{name} must be {rule}, got {value!r}")
 
 
+def _require_number(name: str, value: object, least: float) -> None:
+    ok = isinstance(value, int | float) and not isinstance(value, bool) and value >= least
+    _require(ok, name, value, f"a number >= {least:g}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """How the engine loads and runs a model."""
@@ -55,12 +60,24 @@ class EngineConfig:
     prefill: Prefill = "full"
     max_context: int | None = None
     """Tokens of prompt and answer together; None: what the checkpoint allows."""
-    max_running: int = 4
-    """Sequences that are decoded together."""
+    max_running: int = 16
+    """Sequences that are decoded together, as far as `state_memory` has room for them."""
+    state_memory: int | Literal["auto"] = "auto"
+    """Bytes for the state of running sequences; "auto": a quarter of the machine's memory."""
+    max_parked: int = 4
+    """Preempted sequences kept in host memory at most; 0: nothing is preempted."""
+    preempt_after_s: float = 2.0
+    """How long a tenant without its share of the running requests waits before one makes room."""
+    tenant_running: int | None = None
+    """Running requests of one tenant (API key or user_id) at most; None: all places."""
+    tenant_queue: int | None = None
+    """Waiting requests of one tenant; one more is answered 429. None: the whole queue."""
     max_queue: int = 256
     """Requests that may wait; one more is answered 503."""
     prefill_chunk: int = 256
-    """Prompt tokens between two looks at cancellations and at other requests."""
+    """Rows of a step, drafts aside: prompt tokens between two looks at other requests."""
+    max_stall_ms: float = 100.0
+    """What parts of prompts may take in a step in which others wait for their next token."""
     drafts: int | None = None
     """Drafts of one sequence in a step at most; None: what its drafter was trained for; 0: none."""
     rule: Rule = "coupled"
@@ -104,18 +121,22 @@ class EngineConfig:
         ok = self.cost_table is None or (isinstance(self.cost_table, str) and bool(self.cost_table))
         _require(ok, "engine.cost_table", self.cost_table, "a file name, or absent")
         self._check_cache()
-        for name in ("max_context", "threads"):
+        for name in ("max_context", "threads", "tenant_running", "tenant_queue"):
             value = getattr(self, name)
             ok = value is None or (_is_int(value) and value >= 1)
             _require(ok, f"engine.{name}", value, "an integer >= 1, or absent")
+        ok = _is_int(self.max_parked) and self.max_parked >= 0
+        _require(ok, "engine.max_parked", self.max_parked, "an integer >= 0")
+        _require_number("engine.max_stall_ms", self.max_stall_ms, 1.0)
+        _require_number("engine.preempt_after_s", self.preempt_after_s, 0.0)
         keys = self.accept_keys
         ok = isinstance(keys, tuple) and all(isinstance(k, str) and k for k in keys)
         _require(ok, "engine.accept_keys", keys, "a list of key paths")
 
     def _check_cache(self) -> None:
-        for name in ("kv_memory", "kv_spill_bytes"):
+        for name in ("kv_memory", "kv_spill_bytes", "state_memory"):
             value = getattr(self, name)
-            if isinstance(value, str) and not (name == "kv_memory" and value == "auto"):
+            if isinstance(value, str) and (name == "kv_spill_bytes" or value != "auto"):
                 value = parse_bytes(f"engine.{name}", value)
                 object.__setattr__(self, name, value)
             ok = value == "auto" or (_is_int(value) and value >= 0)
@@ -123,6 +144,42 @@ class EngineConfig:
         value = self.kv_spill
         ok = value is None or (isinstance(value, str) and bool(value))
         _require(ok, "engine.kv_spill", value, "a directory, or absent")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiKey:
+    """One key that clients may bring, known by its digest, and what its bearer may do."""
+
+    name: str
+    """Shown in logs; requests of one name are one tenant."""
+    sha256: str = field(repr=False)
+    """Hex digest of the key."""
+    weight: float = 1.0
+    """Its share of a busy server, compared with others."""
+    max_running: int | None = None
+    """Requests that run at once; more of them wait."""
+    max_queue: int | None = None
+    """Requests that wait; one more is answered 429."""
+    requests_per_minute: float | None = None
+    """HTTP requests on average; a minute's worth may come at once."""
+
+    def __post_init__(self) -> None:
+        ok = isinstance(self.name, str) and re.fullmatch(r"[\w.@-]{1,64}", self.name) is not None
+        _require(ok, "server.keys.name", self.name, "1 to 64 letters, digits, . _ @ or -")
+        digest = self.sha256.lower() if isinstance(self.sha256, str) else ""
+        if re.fullmatch(r"[0-9a-f]{64}", digest) is None:
+            raise ConfigError(
+                "server.keys.sha256 must be the 64 hex digits of the key's SHA-256, as "
+                "`printf %s KEY | sha256sum` prints it"
+            )
+        object.__setattr__(self, "sha256", digest)
+        _require_number("server.keys.weight", self.weight, 0.01)
+        for name in ("max_running", "max_queue"):
+            value = getattr(self, name)
+            ok = value is None or (_is_int(value) and value >= 1)
+            _require(ok, f"server.keys.{name}", value, "an integer >= 1, or absent")
+        if self.requests_per_minute is not None:
+            _require_number("server.keys.requests_per_minute", self.requests_per_minute, 0.01)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +191,20 @@ class ServerConfig:
     served_model_names: tuple[str, ...] = ()
     """Names beside the model's own one; the first one given is listed first."""
     max_body_bytes: int = 16 << 20
+    max_messages: int = 8192
+    """Messages or items of one request."""
+    max_connections: int = 1024
+    """Open connections; one more is closed at once."""
+    header_timeout_s: float = 15.0
+    """Seconds that a client may take to send the head of a request."""
+    body_timeout_s: float = 60.0
+    """Seconds that a client may take to send a body, or pause within it."""
+    send_timeout_s: float = 60.0
+    """Seconds that a client may leave an answer unread before it is cut off."""
+    compile_timeout_s: float = 10.0
+    """Seconds that reading a body may take, grammars included; then 400."""
+    request_timeout_s: float | None = None
+    """Seconds from its arrival after which a request ends with 504; None: never."""
     keep_alive_s: float = 10.0
     """Seconds of silence in a stream after which a comment line is sent."""
     drain_s: float = 25.0
@@ -141,6 +212,16 @@ class ServerConfig:
     retry_after_s: int = 2
     """Value of Retry-After on a 503."""
     log_level: str = "info"
+    log_format: str = "text"
+    """text, or json: one object a line."""
+    tls_cert: str | None = None
+    """PEM file of the server's certificate chain; with `tls_key`, HTTPS is spoken."""
+    tls_key: str | None = None
+    """PEM file of its key."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins of web pages that may call this server, or "*"; none: no other page may."""
+    keys: tuple[ApiKey, ...] = ()
+    """Keys with a name and limits of their own, beside `api_keys`."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     """Keys of which a request must bring one; none: every request passes. Never shown."""
     response_retention_s: float = 3600.0
@@ -157,15 +238,28 @@ class ServerConfig:
         _require(ok, "server.served_model_names", names, "a list of names, none of them empty")
         ok = _is_int(self.max_body_bytes) and self.max_body_bytes >= 1024
         _require(ok, "server.max_body_bytes", self.max_body_bytes, "an integer >= 1024")
-        for name, least in (("keep_alive_s", 0.01), ("drain_s", 0.0), ("retry_after_s", 1)):
+        for name, least in (
+            ("keep_alive_s", 0.01),
+            ("drain_s", 0.0),
+            ("retry_after_s", 1),
+            ("header_timeout_s", 0.01),
+            ("body_timeout_s", 0.01),
+            ("send_timeout_s", 0.01),
+            ("compile_timeout_s", 0.01),
+            ("response_retention_s", 0),
+        ):
+            _require_number(f"server.{name}", getattr(self, name), least)
+        if self.request_timeout_s is not None:
+            _require_number("server.request_timeout_s", self.request_timeout_s, 0.01)
+        for name, least in (
+            ("response_store_bytes", 0),
+            ("max_messages", 1),
+            ("max_connections", 1),
+        ):
             value = getattr(self, name)
-            ok = isinstance(value, int | float) and not isinstance(value, bool) and value >= least
-            _require(ok, f"server.{name}", value, f"a number >= {least}")
-        value = self.response_retention_s
-        ok = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
-        _require(ok, "server.response_retention_s", value, "a number >= 0")
-        ok = _is_int(self.response_store_bytes) and self.response_store_bytes >= 0
-        _require(ok, "server.response_store_bytes", self.response_store_bytes, "an integer >= 0")
+            ok = _is_int(value) and value >= least
+            _require(ok, f"server.{name}", value, f"an integer >= {least}")
+        self._check_security()
         keys = self.api_keys
         if not isinstance(keys, tuple) or not all(map(_is_key, keys)):
             raise ConfigError(
@@ -173,6 +267,27 @@ class ServerConfig:
             )
         ok = self.log_level in ("debug", "info", "warning", "error")
         _require(ok, "server.log_level", self.log_level, "one of debug, info, warning, error")
+        ok = self.log_format in ("text", "json")
+        _require(ok, "server.log_format", self.log_format, "text or json")
+
+    def _check_security(self) -> None:
+        for name in ("tls_cert", "tls_key"):
+            value = getattr(self, name)
+            ok = value is None or (isinstance(value, str) and Path(value).is_file())
+            _require(ok, f"server.{name}", value, "the path of a PEM file that can be read")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("server.tls_cert and server.tls_key go together; give both or none")
+        origins = self.cors_origins
+        ok = isinstance(origins, tuple) and all(
+            o == "*" or (isinstance(o, str) and re.fullmatch(r"https?://[^/\s]+", o))
+            for o in origins
+        )
+        _require(ok, "server.cors_origins", origins, 'a list such as ["https://page.example"]')
+        ok = isinstance(self.keys, tuple) and all(isinstance(k, ApiKey) for k in self.keys)
+        _require(ok, "server.keys", "something else", "a list of tables, [[server.keys]]")
+        names = [k.name for k in self.keys]
+        ok = len(set(names)) == len(names) == len({k.sha256 for k in self.keys})
+        _require(ok, "server.keys", names, "keys of different names and digests")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +313,15 @@ def _build(cls: type, section: str, values: Mapping[str, Any]) -> Any:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {section}.{near[0]}?" if near else f"; known: {sorted(known)}"
             raise ConfigError(f"unknown setting {section}.{key}{hint}")
-    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    keys = fields.get("keys", ())
+    if keys and isinstance(keys, tuple) and all(isinstance(k, dict) for k in keys):
+        fields["keys"] = tuple(_build(ApiKey, f"{section}.keys", k) for k in keys)
+    try:
+        return cls(**fields)
+    except TypeError as error:
+        # Only a required field that is missing can be left to go wrong here.
+        raise ConfigError(f"{section}: {error}") from error
 
 
 def load_config(

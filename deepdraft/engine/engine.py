@@ -5,7 +5,6 @@ Knows nothing of: HTTP, text, model internals, how drafts are made and judged. O
 thread touches the runner.
 """
 
-import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,7 @@ from deepdraft.engine.sampler import Choice, Sampler
 from deepdraft.engine.scheduler import Limits, PrefillChunk, Scheduler
 from deepdraft.engine.speculate import Block, Outcome, Speculation, Speculator
 from deepdraft.errors import DeepdraftError, EngineError, Overloaded, PromptTooLong, RequestError
-from deepdraft.telemetry import Counters, logger
+from deepdraft.telemetry import Counters, Histogram, log_event, logger
 from deepdraft.types import (
     DecodeStats,
     FinishReason,
@@ -38,6 +37,10 @@ from deepdraft.types import (
 FATAL = (KeyboardInterrupt, SystemExit)
 """What ends the engine. Any other BaseException is the panic of a library written in Rust, and ends
 the request that it belongs to."""
+SPANS = ("queue", "first_token", "decode", "request")
+"""What is timed of a request: until it has a sequence, until its first token, from there to its
+last one, and all of it."""
+_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 STEP_PARTS = ("draft", "verify", "judge", "commit")
 """Parts of a decode step whose time is counted."""
 
@@ -70,6 +73,7 @@ class Engine:
         `reuse`: the KV cache; None: every prompt is computed."""
         self.runner, self.reuse = runner, reuse
         self.counters = Counters()
+        self.histograms = {name: Histogram(_BOUNDS_S) for name in SPANS}
         sampler = Sampler(runner.vocab_size, getattr(runner, "device", "cpu"))
         self.speculator = Speculator(runner, sampler, speculation or Speculation())
         self._clock = clock
@@ -439,6 +443,7 @@ class Engine:
                 self._fail(request, f"position {request.next_position}", error)
                 return
             taken.append(choice)
+            request.answered = request.answered or self._clock()
             if reason is not None:
                 break
         self.counters.add("generated_tokens", len(taken))
@@ -505,6 +510,7 @@ class Engine:
             "finish_reason": reason,
             "prompt_tokens": request.num_prompt,
             "completion_tokens": len(request.output_ids),
+            **self._spans(request),
         }
         if request.cached is not None:
             record |= {
@@ -522,7 +528,19 @@ class Engine:
                 "drafts": stats.drafts,
                 "drafts_cut_by_confidence": stats.cut,
             }
-        logger.info("request_end %s", json.dumps(record))
+        log_event("request_end", record)
+
+    def _spans(self, request: Request) -> dict[str, float]:
+        """The times of a request that ends, in ms; they go into the histograms, too."""
+        now, at = self._clock(), request.arrived
+        spans = {"request": now - at}
+        if request.opened:
+            spans["queue"] = request.opened - at
+        if request.answered:
+            spans["first_token"], spans["decode"] = request.answered - at, now - request.answered
+        for name, seconds in spans.items():
+            self.histograms[name].observe(seconds)
+        return {f"{name}_ms": round(1e3 * spans[name], 2) for name in SPANS if name in spans}
 
     def _emit(
         self,

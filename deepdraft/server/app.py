@@ -7,12 +7,15 @@ Knows nothing of: prompts, sampling, signals, sockets. Importing it does not imp
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sized
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -21,13 +24,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from deepdraft import __version__
 from deepdraft.errors import DeepdraftError, RequestError
 from deepdraft.server import schema
-from deepdraft.server.auth import KeyGate
+from deepdraft.server.auth import KeyGate, named_keys, tenant
 from deepdraft.server.dialect_routes import dialect_routes
 from deepdraft.server.metrics import metrics_text, process_text
 from deepdraft.server.page import PREFIX, page_response
 from deepdraft.server.service import Service
-from deepdraft.server.wire_errors import body_for_path, messages_error_object, speaks_messages
-from deepdraft.telemetry import logger
+from deepdraft.server.wire_errors import (
+    STOPS,
+    body_for_path,
+    messages_error_object,
+    speaks_messages,
+)
+from deepdraft.telemetry import log_event, logger
 
 if TYPE_CHECKING:
     from deepdraft.engine.engine import Engine
@@ -46,6 +54,10 @@ _GRAMMAR_FIELDS = re.compile(
 )
 """Bodies that name one of these may need a grammar to be compiled."""
 
+_LEAST_BYTES_PER_S = 32 << 10
+"""A body that keeps arriving at this rate has time, however long it is."""
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_.:/+=@\-]{1,128}\Z")
+
 Handler = Callable[[Request], Awaitable[ASGIApp]]
 
 
@@ -54,6 +66,13 @@ class BodyTooLarge(RequestError):
 
     http_status = 413
     code = "body_too_large"
+
+
+class BodyTooSlow(RequestError):
+    """The body did not arrive in time."""
+
+    http_status = 408
+    code = "request_timeout"
 
 
 def json_response(
@@ -68,10 +87,13 @@ def json_response(
     )
 
 
-def error_response(error: Exception, retry_after_s: int, path: str) -> Response:
-    """The answer for an error of `path`; 503 carries Retry-After."""
+def error_response(error: BaseException, retry_after_s: int, path: str) -> Response:
+    """The answer for an error of `path`; 429 and 503 carry Retry-After."""
     status = error.http_status if isinstance(error, DeepdraftError) else 500
-    headers = {"retry-after": str(retry_after_s)} if status == 503 else None
+    headers = {"retry-after": str(retry_after_s)} if status in (429, 503) else {}
+    if status in (408, 413):
+        # What is left of the body is not read.
+        headers["connection"] = "close"
     return json_response(body_for_path(error, path), status, headers)
 
 
@@ -106,8 +128,20 @@ def create_app(service: Service) -> ASGIApp:
         lifespan=lifespan,
         exception_handlers={HTTPException: handlers.http_error},
     )
-    keys = service.config.server.api_keys
-    return KeyGate(app, keys) if keys else app
+    settings = service.config.server
+    keys = named_keys(settings.api_keys, settings.keys)
+    if keys:
+        app = KeyGate(app, keys)
+    if settings.cors_origins:
+        # Outside the gate: a browser asks for leave without a key.
+        app = CORSMiddleware(
+            app,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-deepdraft-ignored", "retry-after"],
+        )
+    return app
 
 
 class Handlers:
@@ -122,21 +156,38 @@ class Handlers:
 
         async def guarded(request: Request) -> ASGIApp:
             try:
-                return await handler(request)
+                response = await handler(request)
             except ClientDisconnect:
                 return _nobody
             except HTTPException as error:
                 return await self.http_error(request, error)
             except DeepdraftError as error:
-                return self.error(error, request)
-            except Exception as error:
+                response = self.error(error, request)
+            except STOPS:
+                raise
+            except BaseException as error:
                 logger.exception("%s %s failed", request.method, request.url.path)
-                return self.error(error, request)
+                response = self.error(error, request)
+            if isinstance(response, Response) and "x-request-id" not in response.headers:
+                response.headers["x-request-id"] = request_id(request)
+            return response
 
         return guarded
 
-    def error(self, error: Exception, request: Request) -> Response:
+    def error(self, error: BaseException, request: Request) -> Response:
         """The answer for an error."""
+        if isinstance(error, DeepdraftError):
+            # Without the message, which may quote the request.
+            log_event(
+                "request_refused",
+                {
+                    "request_id": request_id(request),
+                    "path": request.url.path,
+                    "status": error.http_status,
+                    "code": error.code,
+                    "param": error.param,
+                },
+            )
         return error_response(error, self.settings.retry_after_s, request.url.path)
 
     async def http_error(self, request: Request, error: Exception) -> Response:
@@ -178,7 +229,7 @@ class Handlers:
     async def metrics(self, request: Request) -> Response:
         """The counters, for Prometheus."""
         return Response(
-            metrics_text(self.service.stats()) + process_text(),
+            metrics_text(self.service.stats(), self.service.histograms()) + process_text(),
             media_type="text/plain; version=0.0.4; charset=utf-8",
         )
 
@@ -201,6 +252,7 @@ class Handlers:
             from deepdraft.server.chat import chat_job
 
             fields, ignored = schema.read_body(body, schema.ChatRequest)
+            self.check_count(fields.messages, "messages")
             name = self.service.resolve_name(fields.model, view)
             return chat_job(fields, name, view, ignored)
 
@@ -226,8 +278,38 @@ class Handlers:
     ) -> ASGIApp:
         """Makes a job of the body and answers with that."""
         engine, view = self.service.ready()
+        deadline_s = self.deadline_s(request)
         job = await self.read(request, lambda body: make(body, view))
+        whose = tenant(request)
+        if whose is not None or deadline_s is not None:
+            job.requests = [
+                replace(r, tenant=whose or r.tenant, deadline_s=deadline_s) for r in job.requests
+            ]
         return await self.answer(request, engine, job, wire(job) if wire else None)
+
+    def deadline_s(self, request: Request) -> float | None:
+        """Seconds that this request may take: what it asks for, at most the server's own limit."""
+        most, asked = self.settings.request_timeout_s, request.headers.get("x-request-timeout")
+        if asked is None:
+            return most
+        try:
+            seconds = float(asked)
+        except ValueError:
+            seconds = 0.0
+        if not 0.0 < seconds < 1e9:
+            raise RequestError(
+                "the header X-Request-Timeout must hold a number of seconds above 0",
+                param="X-Request-Timeout",
+            )
+        return seconds if most is None else min(seconds, most)
+
+    def check_count(self, messages: Sized, name: str) -> None:
+        """Raises RequestError for a request of more messages or items than the server reads."""
+        most = self.settings.max_messages
+        if len(messages) > most:
+            raise RequestError(
+                f"{name} has {len(messages)} entries; this server reads at most {most}", param=name
+            )
 
     async def read(self, request: Request, make: Callable[[bytes], ReadT]) -> ReadT:
         """What `make` makes of the body.
@@ -237,7 +319,14 @@ class Handlers:
         """
         body = await self.body(request)
         if len(body) > _BIG_BODY_BYTES or _GRAMMAR_FIELDS.search(body):
-            return await asyncio.to_thread(make, body)
+            limit_s = self.settings.compile_timeout_s
+            try:
+                return await asyncio.wait_for(asyncio.to_thread(make, body), limit_s)
+            except TimeoutError:
+                raise RequestError(
+                    f"reading this request took more than {limit_s:g} s: its schema, pattern or "
+                    "text is too much for this server now"
+                ) from None
         return make(body)
 
     async def answer(
@@ -247,10 +336,22 @@ class Handlers:
         from deepdraft.server.stream import StreamResponse, collect, frames, until_disconnect
 
         # The second spelling is the one that Anthropic's clients read.
-        headers = {"x-request-id": job.id, "request-id": job.id}
+        headers = {"x-request-id": given_id(request) or job.id, "request-id": job.id}
         if job.ignored:
             headers["x-deepdraft-ignored"] = ", ".join(job.ignored)
         events = engine.stream(job.requests)
+        log_event(
+            "request_begin",
+            {
+                "request_id": headers["x-request-id"],
+                "response_id": job.id,
+                "path": request.url.path,
+                "tenant": job.requests[0].tenant,
+                "stream": job.stream,
+                "prompt_tokens": job.num_prompt,
+                "answers": len(job.requests),
+            },
+        )
         if job.stream:
             return StreamResponse(
                 frames(job, events, self.settings.keep_alive_s, wire), events.close, headers
@@ -264,19 +365,43 @@ class Handlers:
         return json_response(work.result(), headers=headers) if done else _nobody
 
     async def body(self, request: Request) -> bytes:
-        """The request's body. Raises BodyTooLarge before more than the limit is held."""
+        """The request's body. Raises BodyTooLarge before more than the limit is held, BodyTooSlow
+        where it does not arrive."""
         limit = self.settings.max_body_bytes
         error = BodyTooLarge(f"the body is larger than the {limit} bytes this server reads")
         length = request.headers.get("content-length", "")
         if length.isascii() and length.isdigit() and int(length) > limit:
             raise error
-        parts, total = [], 0
-        async for part in request.stream():
-            total += len(part)
-            if total > limit:
-                raise error
-            parts.append(part)
+        parts, total, patience_s = [], 0, self.settings.body_timeout_s
+        begin = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(patience_s) as patience:
+                async for part in request.stream():
+                    total += len(part)
+                    if total > limit:
+                        raise error
+                    parts.append(part)
+                    patience.reschedule(begin + patience_s + total / _LEAST_BYTES_PER_S)
+        except TimeoutError:
+            raise BodyTooSlow(
+                f"only {total} bytes of the body came in {patience_s:g} s; send it faster"
+            ) from None
         return b"".join(parts)
+
+
+def given_id(request: Request) -> str | None:
+    """The X-Request-Id that the client gave, if it is one that a log can hold."""
+    given = request.headers.get("x-request-id", "")
+    return given if _REQUEST_ID.match(given) else None
+
+
+def request_id(request: Request) -> str:
+    """The client's own id of a request, or one made for it."""
+    known = request.scope.get("deepdraft.request_id")
+    if known is None:
+        known = given_id(request) or f"req-{secrets.token_hex(12)}"
+        request.scope["deepdraft.request_id"] = known
+    return known
 
 
 async def _nobody(scope: Scope, receive: Receive, send: Send) -> None:

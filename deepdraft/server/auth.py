@@ -1,18 +1,22 @@
-"""API keys: which requests may pass.
+"""API keys: which requests may pass, how many of them, and whose they are.
 
-Owns: the check of `Authorization: Bearer` and `x-api-key`, the answer to a request without a key.
+Owns: the check of `Authorization: Bearer` and `x-api-key`, the rate of each key, the answers to
+requests that do not pass.
 Knows nothing of: bodies, models. Keys are held as digests and never logged. Runs without torch.
 """
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from deepdraft.config import ApiKey
 from deepdraft.errors import DeepdraftError
 from deepdraft.server.page import is_page
 from deepdraft.server.wire_errors import body_for_path
@@ -32,6 +36,14 @@ class Unauthorized(DeepdraftError):
     code = "invalid_api_key"
 
 
+class TooManyRequests(DeepdraftError):
+    """A key is used more often than it may be (HTTP 429)."""
+
+    http_status = 429
+    kind = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+
 def presented_keys(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
     """Every key that a request's headers hold; clients may send both spellings."""
     keys = []
@@ -48,15 +60,55 @@ def owner(request: Request) -> bytes:
     return request.scope.get("deepdraft.owner", b"")
 
 
-class KeyGate:
-    """Lets a request through to `app` if one of its keys is valid, else answers 401."""
+def tenant(request: Request) -> str | None:
+    """The name of the key that a request came with; None where the server asks for none."""
+    return request.scope.get("deepdraft.tenant")
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+
+def named_keys(plain: Sequence[str], keys: Sequence[ApiKey] = ()) -> tuple[ApiKey, ...]:
+    """All keys with names: those given as they are get `key-1`, `key-2`, ..."""
+    numbered = (
+        ApiKey(name=f"key-{i}", sha256=_digest(key.encode()).hex())
+        for i, key in enumerate(dict.fromkeys(plain), 1)
+    )
+    return (*numbered, *keys)
+
+
+class Rate:
+    """So many a minute, and as many at once after a pause."""
+
+    def __init__(self, per_minute: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_s, self._most = per_minute / 60, max(1.0, per_minute)
+        self._clock = clock
+        self._left, self._seen = self._most, clock()
+
+    def take(self) -> float:
+        """Takes one: 0 where it may pass, else the seconds until one may."""
+        now = self._clock()
+        self._left = min(self._most, self._left + (now - self._seen) * self._per_s)
+        self._seen = now
+        if self._left < 1:
+            return (1 - self._left) / self._per_s
+        self._left -= 1
+        return 0.0
+
+
+class KeyGate:
+    """Lets a request through to `app` if one of its keys is valid, else answers 401 or 429."""
+
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[ApiKey], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`keys`: the valid ones, at least one."""
         if not keys:
             raise ValueError("a gate without keys would let nobody in")
         self._app = app
-        self._digests = tuple(_digest(key.encode()) for key in keys)
+        self._keys = tuple((bytes.fromhex(key.sha256), key) for key in keys)
+        self._rates = {
+            key.name: Rate(key.requests_per_minute, clock)
+            for key in keys
+            if key.requests_per_minute is not None
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
@@ -64,32 +116,45 @@ class KeyGate:
             given = presented_keys(scope["headers"])
             match = self._match(given)
             if match is None:
-                await self._refuse(given, scope["path"])(scope, receive, send)
+                what = "the API key is not valid" if given else "the request has no API key"
+                error: DeepdraftError = Unauthorized(
+                    f"{what}; send one as `Authorization: Bearer KEY` or as `x-api-key: KEY`"
+                )
+                headers = {"www-authenticate": "Bearer"}
+                await _refusal(error, scope, headers)(scope, receive, send)
                 return
-            scope["deepdraft.owner"] = match
+            scope["deepdraft.owner"], key = match
+            scope["deepdraft.tenant"] = key.name
+            rate = self._rates.get(key.name)
+            wait_s = rate.take() if rate else 0.0
+            if wait_s:
+                error = TooManyRequests(
+                    f"this key may send {key.requests_per_minute:g} requests a minute; "
+                    f"the next one in {wait_s:.0f} s"
+                )
+                headers = {"retry-after": str(math.ceil(wait_s))}
+                await _refusal(error, scope, headers)(scope, receive, send)
+                return
         await self._app(scope, receive, send)
 
-    def _match(self, given: Sequence[bytes]) -> bytes | None:
-        """The digest of a valid key. Every pair is compared, so that time tells nothing."""
+    def _match(self, given: Sequence[bytes]) -> tuple[bytes, ApiKey] | None:
+        """A valid key with its digest. Every pair is compared, so that time tells nothing."""
         found = None
         for key in given:
             digest = _digest(key)
-            for valid in self._digests:
-                if hmac.compare_digest(digest, valid):
+            for valid in self._keys:
+                if hmac.compare_digest(digest, valid[0]):
                     found = valid
         return found
 
-    def _refuse(self, given: Sequence[bytes], path: str) -> Response:
-        what = "the API key is not valid" if given else "the request has no API key"
-        error = Unauthorized(
-            f"{what}; send one as `Authorization: Bearer KEY` or as `x-api-key: KEY`"
-        )
-        return Response(
-            msgspec.json.encode(body_for_path(error, path)),
-            error.http_status,
-            {"www-authenticate": "Bearer"},
-            media_type="application/json",
-        )
+
+def _refusal(error: DeepdraftError, scope: Scope, headers: dict[str, str]) -> Response:
+    return Response(
+        msgspec.json.encode(body_for_path(error, scope["path"])),
+        error.http_status,
+        headers,
+        media_type="application/json",
+    )
 
 
 def _is_open(path: str) -> bool:

@@ -1,4 +1,4 @@
-"""The engine's counters in the Prometheus text format.
+"""The engine's counters and times in the Prometheus text format.
 
 Owns: metric names, labels and help. Knows nothing of: the engine, HTTP.
 """
@@ -7,8 +7,13 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from deepdraft.telemetry import Histogram
+
 _COUNTERS = {
     "requests": ("requests_total", "Requests taken in."),
+    "rejected": ("requests_rejected_total", "Requests that found a queue full."),
+    "preemptions": ("preemptions_total", "Running requests that made room for others."),
+    "recomputed": ("recomputations_total", "Preempted sequences that were lost and made anew."),
     "prompt_tokens": ("prompt_tokens_total", "Prompt tokens computed."),
     "generated_tokens": ("generation_tokens_total", "Tokens of answers."),
     "decode_steps": ("iterations_total", "Steps of decoding, of all running requests together."),
@@ -23,6 +28,7 @@ _COUNTERS = {
 _GAUGES = {
     "waiting": ("num_requests_waiting", "Requests in the queue."),
     "running": ("num_requests_running", "Requests that hold a sequence."),
+    "parked": ("num_requests_preempted", "Requests in the queue whose sequence is kept apart."),
 }
 _BY_LABEL = (
     ("finished_", "requests_finished_total", "reason", "Requests by how they ended."),
@@ -40,8 +46,19 @@ _STATM = Path("/proc/self/statm")
 _Family = Callable[[str, str, str, list[tuple[str, float]]], None]
 
 
-def metrics_text(stats: Mapping[str, int]) -> str:
-    """The exposition of counters as `Engine.stats` gives them; what is not known is left out."""
+_HISTOGRAMS = {
+    "queue": ("request_queue_time_seconds", "From a request's arrival until it has a sequence."),
+    "first_token": ("time_to_first_token_seconds", "From a request's arrival to its first token."),
+    "decode": ("request_decode_time_seconds", "From a request's first token to its end."),
+    "request": ("e2e_request_latency_seconds", "From a request's arrival to its end."),
+}
+
+
+def metrics_text(
+    stats: Mapping[str, int], histograms: Mapping[str, Histogram] | None = None
+) -> str:
+    """The exposition of counters as `Engine.stats` gives them, and of histograms; what is not known
+    is left out."""
     lines: list[str] = []
 
     def family(name: str, kind: str, text: str, samples: list[tuple[str, float]]) -> None:
@@ -62,7 +79,21 @@ def metrics_text(stats: Mapping[str, int]) -> str:
     samples = [(f'{{part="{k}"}}', v) for k, v in sorted(parts.items())]
     family("iteration_seconds_total", "counter", "Time of steps, by what was done.", samples)
     _averages(stats, parts, family)
+    for key, histogram in (histograms or {}).items():
+        lines += _histogram_lines(*_HISTOGRAMS[key], histogram)
     return "\n".join(lines) + "\n"
+
+
+def _histogram_lines(name: str, text: str, histogram: Histogram) -> list[str]:
+    counts, total_s = histogram.snapshot()
+    lines = [f"# HELP deepdraft_{name} {text}", f"# TYPE deepdraft_{name} histogram"]
+    so_far = 0
+    for bound, count in zip((*histogram.bounds, "+Inf"), counts, strict=True):
+        so_far += count
+        lines.append(f'deepdraft_{name}_bucket{{le="{bound}"}} {so_far}')
+    lines.append(f"deepdraft_{name}_sum {total_s:.6f}")
+    lines.append(f"deepdraft_{name}_count {so_far}")
+    return lines
 
 
 def _number(value: float) -> str:

@@ -7,6 +7,7 @@ Knows nothing of: wire formats, models.
 import asyncio
 import contextlib
 import signal
+import socket
 import threading
 from collections.abc import Generator
 
@@ -14,6 +15,7 @@ import uvicorn
 
 from deepdraft.errors import ConfigError, DeepdraftError
 from deepdraft.server.app import create_app
+from deepdraft.server.connections import connection_class, cut_slow, period_s
 from deepdraft.server.service import Service
 from deepdraft.telemetry import configure_logging, logger
 
@@ -36,9 +38,13 @@ class Server(uvicorn.Server):
                 access_log=False,
                 timeout_graceful_shutdown=int(settings.drain_s) + _LAST_BYTES_S,
                 ws="none",
+                http=connection_class(settings),
+                ssl_certfile=settings.tls_cert,
+                ssl_keyfile=settings.tls_key,
             )
         )
         self.service = service
+        self._sweeper: asyncio.TimerHandle | None = None
         self._num_stops = 0
         self._grace: asyncio.TimerHandle | None = None
 
@@ -57,6 +63,17 @@ class Server(uvicorn.Server):
         self.service.begin_drain()
         self.should_exit = True
         self._grace = asyncio.get_running_loop().call_later(grace_s, self.service.cancel_all)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Opens the port and begins to look for slow clients."""
+        await super().startup(sockets)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        loop = asyncio.get_running_loop()
+        cut_slow(self.server_state.connections, loop.time())
+        if not self.should_exit:
+            self._sweeper = loop.call_later(period_s(self.service.config.server), self._sweep)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -78,8 +95,15 @@ class Server(uvicorn.Server):
 
 def serve(service: Service) -> None:
     """Serves until SIGINT or SIGTERM. Raises the DeepdraftError that ended loading, if one did."""
-    configure_logging(service.config.server.log_level)
+    settings = service.config.server
+    configure_logging(settings.log_level, settings.log_format)
     server = Server(service)
+    try:
+        server.config.load()
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(
+            f"server.tls_cert and server.tls_key cannot be used: {error.strerror or error}"
+        ) from error
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
@@ -97,7 +121,6 @@ def serve(service: Service) -> None:
             runner.run(run())
     except SystemExit as error:
         # uvicorn leaves this way when the address cannot be bound, after it has logged the cause.
-        settings = service.config.server
         raise ConfigError(f"cannot listen on {settings.host}:{settings.port}") from error
     if isinstance(service.failure, DeepdraftError):
         raise service.failure

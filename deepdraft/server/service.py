@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from deepdraft.config import Config
 from deepdraft.errors import DeepdraftError, EngineError, Overloaded, UnknownModel
-from deepdraft.telemetry import logger
+from deepdraft.telemetry import Histogram, logger
 
 if TYPE_CHECKING:
     from deepdraft.engine.engine import Engine
@@ -67,6 +67,7 @@ class Service:
 
     def _bring_up(self) -> None:
         from deepdraft.engine.engine import Engine
+        from deepdraft.engine.fair import TenantLimits
         from deepdraft.engine.reuse import open_reuse
         from deepdraft.server.sampling import ModelView
 
@@ -81,6 +82,20 @@ class Service:
             max_queue=options.max_queue,
             max_running=options.max_running,
             prefill_chunk=options.prefill_chunk,
+            max_stall_ms=options.max_stall_ms,
+            max_parked=options.max_parked,
+            preempt_after_s=options.preempt_after_s,
+            tenants={
+                key.name: TenantLimits(
+                    weight=key.weight,
+                    max_running=key.max_running or options.tenant_running,
+                    max_queue=key.max_queue or options.tenant_queue,
+                )
+                for key in self.config.server.keys
+            },
+            tenant_default=TenantLimits(
+                max_running=options.tenant_running, max_queue=options.tenant_queue
+            ),
             speculation=model.speculation,
             reuse=open_reuse(model, options),
         )
@@ -143,6 +158,10 @@ class Service:
     def stats(self) -> dict[str, int]:
         """The engine's counters; empty before there is an engine."""
         return {} if self._engine is None else self._engine.stats()
+
+    def histograms(self) -> dict[str, Histogram]:
+        """The engine's times; empty before there is an engine."""
+        return {} if self._engine is None else self._engine.histograms
 
     def begin_drain(self) -> None:
         """Takes no new requests; those at hand go on."""

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from deepdraft.errors import DeepdraftError
 from deepdraft.server.job import Job, Json
-from deepdraft.server.wire_errors import error_body
+from deepdraft.server.wire_errors import STOPS, error_body
 from deepdraft.telemetry import logger
 from deepdraft.types import TokenEvent
 
@@ -37,7 +37,7 @@ class Wire:
         """One chunk of a job as bytes."""
         return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
-    def error(self, error: Exception) -> bytes:
+    def error(self, error: BaseException) -> bytes:
         """An error after the stream has begun."""
         return self.frame(error_body(error))
 
@@ -104,7 +104,9 @@ async def frames(
             yield wire.frame(last)
     except DeepdraftError as error:
         yield wire.error(error)
-    except Exception as error:
+    except STOPS:
+        raise
+    except BaseException as error:
         logger.exception("a stream failed")
         yield wire.error(error)
     finally:

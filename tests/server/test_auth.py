@@ -10,7 +10,7 @@ import pytest
 from deepdraft.cli.main import main
 from deepdraft.config import Config, ServerConfig, load_config
 from deepdraft.errors import ConfigError
-from deepdraft.server.auth import KeyGate, presented_keys
+from deepdraft.server.auth import KeyGate, Rate, named_keys, presented_keys
 
 from .conftest import Client
 
@@ -113,7 +113,7 @@ def test_no_key_shows(client: Client, caplog: pytest.LogCaptureFixture) -> None:
     settings = client.toy.service.config
     shown = caplog.text + repr(settings) + str(settings) + json.dumps(client.get("/healthz").json())
     assert "first-key" not in shown and "wrong-key" not in shown
-    gate = KeyGate(lambda *_: None, KEYS)  # type: ignore[arg-type, return-value]
+    gate = KeyGate(lambda *_: None, named_keys(KEYS))  # type: ignore[arg-type, return-value]
     assert "first-key" not in repr(vars(gate))
 
 
