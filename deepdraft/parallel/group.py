@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepdraft.errors import EngineError
-from deepdraft.parallel.rank import Pulse
+from deepdraft.parallel.rank import PeerLost, Pulse
 
 T = TypeVar("T")
 
@@ -81,7 +80,7 @@ class ProcessGroup:
         )
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """Every rank's x. Raises EngineError where a rank is gone or a part is not finite."""
+        """Every rank's x. Raises PeerLost where a rank is gone."""
         parts = [
             torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)
         ]
@@ -90,7 +89,8 @@ class ProcessGroup:
         try:
             dist.all_gather(parts, x.contiguous())
         except RuntimeError as error:
-            raise PeerLost(f"rank {self.rank} lost the others in an exchange: {error}") from error
+            reason = str(error).partition("\n")[0][:200]
+            raise PeerLost(f"rank {self.rank} lost another rank: {reason}") from error
         if self._pulse is not None:
             self._pulse.leave_exchange()
         return parts
@@ -98,10 +98,6 @@ class ProcessGroup:
     def close(self) -> None:
         """Ends the group; to be called on every rank."""
         dist.destroy_process_group()
-
-
-class PeerLost(EngineError):
-    """Another rank went away: a consequence, its own end is the cause."""
 
 
 def run_in_turn(size: int, work: Callable[[Group], T]) -> list[T]:

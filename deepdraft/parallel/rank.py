@@ -18,11 +18,12 @@ import signal
 import struct
 import sys
 import threading
-from collections.abc import Generator
+import traceback
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
-from deepdraft.errors import ConfigError
+from deepdraft.errors import ConfigError, DeepdraftError, EngineError
 
 VARIABLE = "DEEPDRAFT_RANK"
 """Environment of a rank: JSON that `launch` writes."""
@@ -141,6 +142,26 @@ class Rank:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)
+
+
+class PeerLost(EngineError):
+    """Another rank went away: a consequence, its own end is the cause."""
+
+
+def run_rank(me: Rank, work: Callable[[Rank], None]) -> None:
+    """Runs `work` as this rank; a failure is told to the parent and ends the process at once, since
+    other ranks may wait for this one, and a clean end might wait for them."""
+    try:
+        work(me)
+    except PeerLost as error:
+        me.end(error.message, peer_lost=True)
+    except DeepdraftError as error:
+        engine = isinstance(error, EngineError)
+        me.end(error.message, exit_code=3 if engine else error.exit_code)
+    except Exception as error:
+        traceback.print_exc()
+        me.end(f"{type(error).__name__}: {error}")
+    me.pulse.set_state("ended")
 
 
 def this_rank() -> Rank | None:

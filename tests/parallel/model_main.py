@@ -8,9 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from deepdraft.checkpoint.presharded import open_rank, shard_plan
-from deepdraft.errors import DeepdraftError
-from deepdraft.parallel.group import PeerLost, ProcessGroup
-from deepdraft.parallel.rank import Rank, this_rank
+from deepdraft.parallel.group import ProcessGroup
+from deepdraft.parallel.rank import Rank, run_rank, this_rank
 from deepdraft.parallel.shards import Shards
 from tests.parallel.tiny import model_of, run
 
@@ -28,7 +27,6 @@ def main(me: Rank, converted: Path, out: Path, fault: str) -> None:
         result = run(model)
     save_file({k: v.contiguous() for k, v in result.items()}, out / f"{me.rank}.safetensors")
     group.close()
-    me.pulse.set_state("ended")
 
 
 def plant(model, fault: str) -> None:
@@ -45,11 +43,4 @@ def plant(model, fault: str) -> None:
 if __name__ == "__main__":
     rank = this_rank()
     assert rank is not None
-    try:
-        main(rank, Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
-    except PeerLost as error:
-        rank.end(error.message, peer_lost=True)
-    except DeepdraftError as error:
-        rank.end(error.message)
-    except Exception as error:
-        rank.end(f"{type(error).__name__}: {error}")
+    run_rank(rank, lambda me: main(me, Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]))
