@@ -34,7 +34,7 @@ from deepdraft.kv.plan import (
     plans,
 )
 from deepdraft.kv.prefix import PrefixIndex, common_prefix, token_bytes
-from deepdraft.kv.reuse import Hit, Resumed, WindowRebuilder, covers, label_of, worth
+from deepdraft.kv.reuse import Hit, Resumed, WindowRebuilder, covers, label_of, match_of, worth
 from deepdraft.kv.settings import StoreSettings
 from deepdraft.kv.slab import Slab
 from deepdraft.kv.snapshot import (
@@ -111,15 +111,29 @@ class KvCache:
 
     # ---- looking up ------------------------------------------------------------------------
 
+    def _wanted(self, num_tokens: int) -> Wanted:
+        return Wanted(num_tokens, self.mode, self.reuse, self.drafter, self.rebuilder is not None)
+
     def _plans(self, token_ids: Sequence[int]) -> list[Plan]:
-        wanted = Wanted(
-            len(token_ids), self.mode, self.reuse, self.drafter, self.rebuilder is not None
-        )
+        wanted = self._wanted(len(token_ids))
         found: list[Plan] = []
         for exact, index in self.index.items():
             match = index.match(token_ids[:-1])
             found += plans(self.geometry, wanted, match, exact_entries=exact)
         return best_first(found)
+
+    def saved(self, token_ids: Sequence[int], manifest: Manifest | None = None) -> int:
+        """Tokens of this request that need not be computed, from what is here; with a manifest
+        from what a peer has instead."""
+        n = len(token_ids)
+        if manifest is None:
+            with self.lock:
+                found = self._plans(token_ids)
+        else:
+            match = match_of(manifest, token_ids[:-1])
+            exact = manifest.exact
+            found = list(plans(self.geometry, self._wanted(n), match, exact_entries=exact))
+        return max((n - plan.rows for plan in found), default=0)
 
     def lookup(self, token_ids: Sequence[int]) -> Hit | None:
         """The cheapest way to start this request from what is stored; None: from nothing.
@@ -136,7 +150,8 @@ class KvCache:
                     return Hit(plan, len(token_ids), "disk", file)
                 entry = self.memory.pin(plan.entry)
                 if entry is not None:
-                    return Hit(plan, len(token_ids), "host", entry)
+                    source = "peer" if entry.fetched else "host"
+                    return Hit(plan, len(token_ids), source, entry)
         return None
 
     def release(self, hit: Hit) -> None:
@@ -303,11 +318,16 @@ class KvCache:
         for checkpoint in checkpoints:
             self.memory.let_go(checkpoint.chunks)
 
-    def store(self, state: SequenceState, checkpoints: Iterable[CheckpointData] = ()) -> int | None:
+    def store(
+        self,
+        state: SequenceState,
+        checkpoints: Iterable[CheckpointData] = (),
+        then: Callable[[int], None] = lambda entry: None,
+    ) -> int | None:
         """Keep a conversation: its global KV, its windows now, and `checkpoints` (taken over).
 
         Returns the entry's number; None when it was not kept: why is counted and logged, never
-        raised.
+        raised. `then` is called with the number once the entry can be read, on any thread.
         """
         captured = [c for c in checkpoints]
         entry = None
@@ -318,13 +338,19 @@ class KvCache:
             self.discard(captured)
         if entry is None:
             return None
+        number = entry.id
+
+        def finish(entry: Entry = entry) -> None:
+            self.publish(entry)
+            then(number)
+
         if self._worker is None:
-            self._finish(entry)
+            finish()
         else:
-            future = self._worker.submit(self._finish, entry)
+            future = self._worker.submit(finish)
             self._pending.add(future)
             future.add_done_callback(self._pending.discard)
-        return entry.id
+        return number
 
     def _not_stored(self, error: StateError) -> None:
         self.counters["store_full" if isinstance(error, StoreFull) else "store_refused"] += 1
@@ -388,7 +414,7 @@ class KvCache:
     def _global_chunks(self, state: SequenceState, tokens: list[int], exact: bool) -> list[Chunk]:
         layout, per = self.layout, self.settings.chunk_blocks
         blocks = layout.num_blocks(len(tokens))
-        keys = self._keys(tokens) if exact else []
+        keys = self.chunk_keys(tokens) if exact else []
         chunks: list[Chunk | None] = []
         with self.lock:
             for number in range(-(-blocks // per)):
@@ -420,7 +446,7 @@ class KvCache:
             raise
         return [c for c in chunks if c is not None]
 
-    def _keys(self, tokens: list[int]) -> list[bytes]:
+    def chunk_keys(self, tokens: list[int]) -> list[bytes]:
         """Names of the whole chunks of a conversation: a hash chain over their tokens."""
         size = self.settings.chunk_blocks * self.layout.block_tokens
         keys, key = [], self._seed
@@ -429,7 +455,7 @@ class KvCache:
             keys.append(key)
         return keys
 
-    def _finish(self, entry: Entry) -> None:
+    def publish(self, entry: Entry) -> None:
         """Seal an entry, make it findable, and mark those that it contains."""
         digests = self.memory.hash(entry)
         with self.lock:
@@ -447,54 +473,6 @@ class KvCache:
                 old = self.memory.entries.get(other)
                 if inside and old is not None and entry.exact and covers(have, old):
                     self.memory.supersede(other)
-
-    def known_chunks(self, manifest: Manifest) -> list[Chunk | int]:
-        """For each chunk of a peer's manifest the same chunk here, held once more, or -1."""
-        keys = self._keys(manifest.token_ids) if manifest.exact else []
-        refs = manifest.all_chunks()
-        out: list[Chunk | int] = [-1] * len(refs)
-        with self.lock:
-            for number, (key, ref) in enumerate(zip(keys, refs, strict=False)):
-                chunk = self.memory.shared(key)
-                if chunk is not None and chunk.digest == ref.digest:
-                    self.memory.hold([chunk])
-                    out[number] = chunk
-        return out
-
-    def adopt(self, manifest: Manifest, parts: Sequence[int | Chunk]) -> int:
-        """Make what was fetched from a peer an entry of this store. Returns its number.
-
-        `manifest`: checked; `parts`: for each of its chunks in stored order a reserved slot whose
-        bytes have the manifest's digest, or one of `known_chunks`, whose hold is taken over.
-        """
-        keys = self._keys(manifest.token_ids) if manifest.exact else []
-        if manifest.chunk_blocks != self.settings.chunk_blocks:
-            raise SnapshotError("the peer's chunks have another size")
-        free = iter(parts)
-
-        def chunks(refs: Sequence[ChunkRef], names: Sequence[bytes] = ()) -> list[Chunk]:
-            out = []
-            for number, ref in enumerate(refs):
-                name = names[number] if number < len(names) else None
-                part = next(free)
-                if isinstance(part, Chunk):
-                    out.append(part)
-                    continue
-                chunk = self.memory.chunk(part, ref.length, name)
-                chunk.digest = ref.digest
-                self.memory.hold([chunk])
-                out.append(chunk)
-            return out
-
-        entry = self.memory.add(
-            manifest.token_ids,
-            exact=manifest.exact,
-            chunks=chunks(manifest.chunks, keys),
-            checkpoints=[CheckpointData(c.info, chunks(c.chunks)) for c in manifest.checkpoints],
-        )
-        assert next(free, None) is None, "a slot without a chunk"
-        self._finish(entry)
-        return entry.id
 
     def flush(self) -> None:
         """Wait until everything stored can be found."""

@@ -25,6 +25,7 @@ from typing import Literal
 import msgspec
 
 from deepdraft.kv import wire
+from deepdraft.kv.adopt import adopt, known_chunks
 from deepdraft.kv.cache import KvCache
 from deepdraft.kv.directory import Record
 from deepdraft.kv.errors import SnapshotError, StoreFull
@@ -186,7 +187,7 @@ class Fetcher:
         if max(ref.length for ref in refs) > memory.slab.slot_bytes:
             raise SnapshotError("the peer's chunks are larger than a slot here")
         # Chunks of earlier turns are here already, under the same name and digest.
-        parts: list[int | Chunk] = list(self.cache.known_chunks(wanted))
+        parts: list[int | Chunk] = list(known_chunks(self.cache, wanted))
         known = [part for part in parts if isinstance(part, Chunk)]
         slots: list[int] = []
         try:
@@ -202,7 +203,7 @@ class Fetcher:
             closed = _ask(link, wire.Close())
             if not isinstance(closed, wire.Closed) or not closed.valid:
                 raise SnapshotError("the peer's lease did not hold while it was read")
-            entry = self.cache.adopt(wanted, parts)
+            entry = adopt(self.cache, wanted, parts)
             slots, known = [], []
             read = sum(len(piece.into) for piece in work)
             return Fetched("hit", entry, wanted.num_tokens, read)

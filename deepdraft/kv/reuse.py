@@ -6,16 +6,18 @@ Knows nothing of: bytes, memory, the tree.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from deepdraft.kv.codec import Checkpoint
 from deepdraft.kv.plan import DECODER_REPLAYED, HAS_DECODER, HAS_DRAFTER, Plan
-from deepdraft.kv.snapshot import SnapshotFile
+from deepdraft.kv.prefix import Mark, Match, common_prefix, token_bytes
+from deepdraft.kv.snapshot import Manifest, SnapshotFile
 from deepdraft.kv.store import Entry
 from deepdraft.models.state import SequenceState
 
-Source = Literal["host", "disk"]
+Source = Literal["host", "disk", "peer"]
 
 
 class WindowRebuilder(Protocol):
@@ -60,6 +62,17 @@ def label_of(info: Checkpoint) -> int:
 def worth(info: Checkpoint) -> tuple[bool, bool, bool]:
     """Orders checkpoints at one position: the greater one can start more requests."""
     return info.has_decoder and not info.decoder_replayed, info.has_decoder, info.has_drafter
+
+
+def match_of(manifest: Manifest, token_ids: Sequence[int]) -> Match | None:
+    """What a peer's conversation shares with these tokens, as the prefix tree would say it."""
+    shared = common_prefix(token_bytes(manifest.token_ids), token_bytes(token_ids))
+    marks = tuple(
+        Mark(c.info.position, 0, label_of(c.info))
+        for c in reversed(manifest.checkpoints)
+        if c.info.position <= shared
+    )
+    return Match(shared, frozenset((0,)), marks) if shared else None
 
 
 def covers(have: dict[int, int], old: Entry) -> bool:

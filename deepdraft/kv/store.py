@@ -73,6 +73,8 @@ class Entry:
     pins: int = 0
     leases: set[int] = field(default_factory=set)
     last_used: float = 0.0
+    fetched: bool = False
+    """It came from a peer."""
 
     def all_chunks(self) -> list[Chunk]:
         """Chunks in stored order."""

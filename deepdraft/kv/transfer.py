@@ -99,6 +99,9 @@ class Exporter:
         """The directory says this conversation is ours, and this entry holds it."""
         with self._lock:
             self._owned[key] = (record.epoch, record.sequence, entry)
+            if len(self._owned) > 2 * len(self.cache.memory.entries) + 16:
+                alive = self.cache.memory.entries
+                self._owned = {k: v for k, v in self._owned.items() if v[2] in alive}
 
     def disown(self, key: str) -> None:
         """Someone else owns it now: our copy goes first."""

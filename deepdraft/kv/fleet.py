@@ -1,0 +1,268 @@
+"""One server among several: who has a conversation, bringing it here, saying that it is ours now.
+
+Owns: the order lookup - fetch - verify - run - claim, and the thread in which the directory is
+talked to. Knows nothing of: HTTP, scheduling, how bytes move.
+
+A claim comes after the fetch was verified and after this server stored a state of its own, so a
+fetch that fails leaves the old owner in place. Every fault means: compute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import ssl
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from deepdraft.errors import ConfigError
+from deepdraft.kv.cache import KvCache
+from deepdraft.kv.costs import Costs
+from deepdraft.kv.directory import Directory, Record, RedisDirectory
+from deepdraft.kv.fetch import Fetched, Fetcher, Peer
+from deepdraft.kv.snapshot import Manifest
+from deepdraft.kv.transfer import Exporter, TransferSettings
+from deepdraft.telemetry import Counters
+
+logger = logging.getLogger(__name__)
+FetchRule = Literal["auto", "always", "never"]
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_OWNER = re.compile(r"([A-Za-z0-9_.-]{1,64})@(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.-]{1,253}):(\d{1,5})")
+_T = TypeVar("_T")
+
+
+def owner_of(name: str, host: str, port: int) -> str:
+    """How a server stands in the directory. Raises ConfigError for a wrong name."""
+    owner = f"{name}@{f'[{host}]' if ':' in host else host}:{port}"
+    if not _NAME.fullmatch(name) or not _OWNER.fullmatch(owner):
+        raise ConfigError(
+            f"a server of a fleet needs a name of 1 to 64 of A-Z a-z 0-9 _ . - and an address that "
+            f"peers can reach, got {owner!r}"
+        )
+    return owner
+
+
+def peer_of(owner: str) -> Peer | None:
+    """Where an owner of the directory listens; None where the record makes no sense."""
+    found = _OWNER.fullmatch(owner)
+    if found is None or not 0 < int(found[3]) < 65536:
+        return None
+    return Peer(found[2].strip("[]"), int(found[3]), found[1])
+
+
+@dataclass(slots=True)
+class Session:
+    """A conversation of the directory, as one request knows it."""
+
+    fleet: Fleet
+    key: str
+    seen: Record | None
+    """What the directory said; a claim presents it. None: there was no directory."""
+    fetched: Fetched | None = None
+
+    def stored(self, entry: int) -> None:
+        """This server has a state of its own now. May be called from any thread."""
+        self.fleet.claim(self, entry)
+
+
+class Fleet:
+    """This server's part of a fleet. `start` begins to listen; `close` gives everything up."""
+
+    def __init__(
+        self,
+        cache: KvCache,
+        directory: Callable[[], Directory],
+        *,
+        name: str,
+        rule: FetchRule = "auto",
+        server_tls: ssl.SSLContext | None = None,
+        client_tls: ssl.SSLContext | None = None,
+        fleet_key: bytes | None = None,
+        settings: TransferSettings | None = None,
+        costs: Costs | None = None,
+    ) -> None:
+        """`directory` is called in the fleet's own thread."""
+        self.cache, self.name, self.rule = cache, name, rule
+        self.costs = costs or Costs()
+        self.counters = Counters()
+        self.exporter = Exporter(cache, tls=server_tls, fleet_key=fleet_key, settings=settings)
+        self.fetcher = Fetcher(
+            cache, tls=client_tls, fleet_key=fleet_key, settings=settings, worth_it=self._worth_it
+        )
+        self.owner = ""
+        self.directory: Directory | None = None
+        self._make_directory = directory
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="deepdraft-kv-fleet", daemon=True)
+        self._listening: Future[None] | None = None
+        self._closed = False
+
+    def start(self, host: str = "127.0.0.1", port: int = 0, advertise: str | None = None) -> int:
+        """Listens for peers on `host`, which know this server as `advertise`. Returns the port.
+
+        Raises ConfigError.
+        """
+        port = self.exporter.start(host, port)
+        self.owner = owner_of(self.name, advertise or host, port)
+        self._thread.start()
+        self._call(self._open_directory())
+        self._listening = self._submit(self._listen())
+        return port
+
+    def close(self) -> None:
+        """Gives up ownership, ends connections. May be called twice."""
+        if self._closed or not self._thread.is_alive():
+            self._closed = True
+            self.exporter.close()
+            return
+        self._closed = True
+        try:
+            self._call(self._leave(), timeout_s=5.0)
+        except Exception:
+            logger.warning("the KV directory was not told that this server leaves", exc_info=True)
+        self.exporter.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5)
+
+    # ---- what requests call -----------------------------------------------------------------
+
+    def prepare(self, key: str, token_ids: Sequence[int]) -> Session:
+        """Looks a conversation up and brings it here where that pays. Blocks, never raises."""
+        session = Session(self, key, None)
+        try:
+            assert self.directory is not None
+            session.seen = self._call(self.directory.lookup(key))
+            self.counters.add("lookup_none" if session.seen is None else "lookup_ok")
+            if session.seen is not None:
+                session.fetched = self._bring(key, session.seen, token_ids)
+        except Exception:
+            self.counters.add("prepare_failed")
+            logger.exception("a conversation could not be looked up")
+        return session
+
+    def claim(self, session: Session, entry: int) -> None:
+        """After a state of this server's own was stored: from now on it is the owner."""
+        if session.seen is not None and not self._closed:
+            self._submit(self._claim(session, entry))
+
+    def flush(self) -> None:
+        """Waits until what was asked of the directory so far is done."""
+
+        async def others() -> None:
+            mine = asyncio.current_task()
+            tasks = [t for t in asyncio.all_tasks() if t is not mine and t.get_name() == "claim"]
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        self._call(others())
+
+    def _bring(self, key: str, seen: Record, token_ids: Sequence[int]) -> Fetched | None:
+        if not seen.sequence or seen.owner == self.owner or self.rule == "never":
+            return None
+        if seen.fingerprint != self.cache.expected.hex():
+            self.counters.add("fetch_incompatible")
+            return None
+        peer = peer_of(seen.owner)
+        if peer is None or self.cache.saved(token_ids) >= len(token_ids) - 1:
+            self.counters.add("fetch_unneeded")
+            return None
+        try:
+            fetched = self.fetcher.fetch(peer, key, seen, token_ids)
+        except ConfigError as error:  # an address that may not be used without TLS
+            logger.warning("a peer of the KV directory is not asked: %s", error.message)
+            return None
+        if fetched.outcome == "hit" and fetched.num_bytes:
+            self.costs.note_fetch(fetched.num_bytes, fetched.seconds)
+        return fetched
+
+    def _worth_it(self, wanted: Manifest, token_ids: Sequence[int]) -> bool:
+        here = self.cache.saved(token_ids)
+        gain = self.cache.saved(token_ids, wanted) - here
+        if gain <= 0:
+            return False
+        if self.rule == "always":
+            return True
+        decision = self.costs.decide(wanted.data_bytes, gain)
+        logger.info(
+            "KV fetch of %d bytes for %d tokens: %s (fetch %s, compute %s)",
+            wanted.data_bytes,
+            gain,
+            "yes" if decision.fetch else "no",
+            _ms(decision.fetch_s),
+            _ms(decision.compute_s),
+        )
+        return decision.fetch
+
+    # ---- the fleet's thread -----------------------------------------------------------------
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            for task in asyncio.all_tasks(self._loop):
+                task.cancel()
+            self._loop.run_until_complete(asyncio.sleep(0))
+            self._loop.close()
+
+    def _submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _call(self, work: Awaitable[_T], timeout_s: float | None = 5.0) -> _T:
+        async def run() -> _T:
+            return await work
+
+        return self._submit(run()).result(timeout_s)
+
+    async def _open_directory(self) -> None:
+        self.directory = self._make_directory()
+
+    async def _claim(self, session: Session, entry: int) -> None:
+        task = asyncio.current_task()
+        assert task is not None and self.directory is not None and session.seen is not None
+        task.set_name("claim")
+        fp = self.cache.expected.hex()
+        claim = await self.directory.claim(session.key, session.seen, self.owner, fp)
+        self.counters.add(f"claim_{claim.result}")
+        if claim.result != "ok":
+            return  # someone moved on, or there is no directory: what is here stays, unowned
+        record = Record(session.seen.epoch, claim.sequence, self.owner, fp)
+        session.seen = record
+        self.exporter.own(session.key, record, entry)
+
+    async def _listen(self) -> None:
+        """Claims of others mark what is here: it goes first. A hint, some may be missed."""
+        if not isinstance(self.directory, RedisDirectory):
+            return
+        async for moved in self.directory.moved():
+            if moved.owner != self.owner:
+                self.exporter.disown(moved.key)
+
+    async def _leave(self) -> None:
+        if self._listening is not None:
+            self._listening.cancel()
+        if self.directory is None:
+            return
+        for key, (epoch, sequence, _) in self.exporter.owned().items():
+            record = Record(epoch, sequence, self.owner, self.cache.expected.hex())
+            await self.directory.release(key, record)
+        await self.directory.close()
+
+    # ---- books ------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, int]:
+        """Counters of lookups, claims, fetches and exports."""
+        out = self.counters.snapshot()
+        out |= {f"fetch_{name}": n for name, n in self.fetcher.counters.snapshot().items()}
+        out |= {f"export_{name}": n for name, n in self.exporter.counters.snapshot().items()}
+        directory = self.directory
+        if isinstance(directory, RedisDirectory):
+            out |= {f"directory_{name}": n for name, n in dict(directory.counters).items()}
+        return out
+
+
+def _ms(seconds: float | None) -> str:
+    return "unknown" if seconds is None else f"{1e3 * seconds:.1f} ms"
