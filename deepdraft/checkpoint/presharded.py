@@ -162,7 +162,7 @@ def open_rank(
     entries = rank_entries(shard_plan(args, size), rank)
     stored = _headers(directory, rank, manifest, sorted({unit_of(name) for name in entries}))
     check_headers(Found(directory, stored, [], None), stacked(entries.values()))
-    return Checkpoint(directory, args, entries, _by_published_name(entries, stored))
+    return Checkpoint(directory, args, entries, by_published_name(entries, stored))
 
 
 def unit_file(rank: int, unit: str) -> str:
@@ -188,7 +188,7 @@ def _headers(
     return stored
 
 
-def _by_published_name(
+def by_published_name(
     entries: Mapping[str, Entry], stored: Mapping[str, Stored]
 ) -> dict[str, Stored]:
     """Where each expert's map lies within its stack."""
