@@ -22,6 +22,8 @@ from deepdraft.types import Rule
 Numerics = Literal["exact", "qsim", "quant"]
 Prefill = Literal["full", "encoder"]
 ScheduleName = Literal["cost", "threshold", "all"]
+FetchRule = Literal["auto", "always", "never"]
+SessionPolicy = Literal["optional", "require"]
 
 
 def parse_bytes(name: str, text: str) -> int:
@@ -228,8 +230,19 @@ class ServerConfig:
     """Seconds that a response of the Responses API can be asked for again; 0: not at all."""
     response_store_bytes: int = 64 << 20
     """Memory for these responses; the oldest go first."""
+    session_header: str = "X-Session-ID"
+    """The header that names a conversation."""
+    session_policy: SessionPolicy = "optional"
+    """require: conversations of several turns without that header are answered 400."""
 
     def __post_init__(self) -> None:
+        ok = isinstance(self.session_header, str) and bool(
+            re.fullmatch(r"[A-Za-z0-9-]{1,64}", self.session_header)
+        )
+        _require(ok, "server.session_header", self.session_header, "the name of a header")
+        choices = get_args(SessionPolicy)
+        rule = "one of " + ", ".join(choices)
+        _require(self.session_policy in choices, "server.session_policy", self.session_policy, rule)
         _require(isinstance(self.host, str) and bool(self.host), "server.host", self.host, "a name")
         ok = _is_int(self.port) and 0 <= self.port <= 65535
         _require(ok, "server.port", self.port, "an integer in 0..65535")
@@ -291,11 +304,50 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FleetConfig:
+    """How this server shares conversations with others (docs/kv-sharing.md)."""
+
+    directory: str | None = field(default=None, repr=False)
+    """Address of Redis or Valkey, which may hold a password; None: no sharing."""
+    namespace: str = "deepdraft"
+    """Of this fleet in the directory."""
+    name: str | None = None
+    """Of this server, as its certificate says it; None: the machine's."""
+    listen: str = "127.0.0.1:0"
+    """Where peers connect to; without certificates on loopback only."""
+    advertise: str | None = None
+    """The host that peers know this server by; None: as in `listen`."""
+    files: str | None = None
+    """This server's directory of `deepdraft kv init-fleet`; None: plain TCP."""
+    fetch: FetchRule = "auto"
+    """Whether a peer's cache is fetched: where measurements say that it pays, always, or never."""
+
+    def __post_init__(self) -> None:
+        for name in ("directory", "name", "advertise", "files"):
+            value = getattr(self, name)
+            ok = value is None or (isinstance(value, str) and bool(value))
+            _require(ok, f"fleet.{name}", "..." if name == "directory" else value, "a text")
+        for name in ("namespace", "listen"):
+            _require(isinstance(getattr(self, name), str), f"fleet.{name}", "...", "a text")
+        choices = get_args(FetchRule)
+        _require(self.fetch in choices, "fleet.fetch", self.fetch, "one of " + ", ".join(choices))
+        self.address()
+
+    def address(self) -> tuple[str, int]:
+        """Host and port of `listen`. Raises ConfigError."""
+        host, _, port = self.listen.rpartition(":")
+        ok = bool(host) and port.isascii() and port.isdigit() and int(port) < 65536
+        _require(ok, "fleet.listen", self.listen, "host:port")
+        return host.strip("[]"), int(port)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """Everything `deepdraft serve` can be told."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    fleet: FleetConfig = field(default_factory=FleetConfig)
 
 
 def _is_key(value: object) -> bool:
@@ -324,13 +376,17 @@ def _build(cls: type, section: str, values: Mapping[str, Any]) -> Any:
         raise ConfigError(f"{section}: {error}") from error
 
 
+_TABLES = {"engine": EngineConfig, "server": ServerConfig, "fleet": FleetConfig}
+
+
 def load_config(
     file: str | Path | None = None,
     *,
     engine: Mapping[str, Any] | None = None,
     server: Mapping[str, Any] | None = None,
+    fleet: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Settings from an optional TOML file (tables `engine` and `server`) and from flags.
+    """Settings from an optional TOML file (tables `engine`, `server`, `fleet`) and from flags.
 
     A flag of value None was not given. Raises ConfigError, which names the setting and the rule.
     """
@@ -344,16 +400,14 @@ def load_config(
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"the settings file {file} is not valid TOML: {error}") from error
     for name, table in tables.items():
-        if name not in ("engine", "server"):
-            raise ConfigError(f"unknown table [{name}] in {file}; known: [engine], [server]")
+        if name not in _TABLES:
+            known = ", ".join(f"[{table}]" for table in _TABLES)
+            raise ConfigError(f"unknown table [{name}] in {file}; known: {known}")
         if not isinstance(table, dict):
             raise ConfigError(f"{name} in {file} must be a table, got {table!r}")
-    flags = {"engine": engine or {}, "server": server or {}}
+    flags = {"engine": engine or {}, "server": server or {}, "fleet": fleet or {}}
     merged = {
         name: {**tables.get(name, {}), **{k: v for k, v in flags[name].items() if v is not None}}
-        for name in ("engine", "server")
+        for name in _TABLES
     }
-    return Config(
-        engine=_build(EngineConfig, "engine", merged["engine"]),
-        server=_build(ServerConfig, "server", merged["server"]),
-    )
+    return Config(**{n: _build(kind, n, merged[n]) for n, kind in _TABLES.items()})

@@ -73,6 +73,14 @@ class TokenGrammar(Protocol):
         ...
 
 
+class StoredSink(Protocol):
+    """Who wants to know that a conversation was stored; `kv.fleet.Session` is one."""
+
+    def stored(self, entry: int, /) -> None:
+        """The number of the entry. Called on any thread; must not block."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """A prompt as token ids and how to go on from it."""
@@ -88,6 +96,8 @@ class GenerateRequest:
     """What the answer must look like. It ends by itself where nothing may follow."""
     reuse: bool = True
     """May start from stored conversations, and is stored as one."""
+    session: StoredSink | None = None
+    """Is told of the conversation's entry in the KV cache once it can be read."""
     tenant: str = ""
     """Whose request it is; a busy engine is shared between tenants."""
     priority: int = 0

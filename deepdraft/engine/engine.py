@@ -333,7 +333,10 @@ class Engine:
             self._fail(request, f"prompt tokens {chunk.start}..{chunk.end}", error)
             return
         request.num_computed = chunk.end
-        self._pace.observe(len(token_ids), 1e3 * (time.perf_counter() - begin))
+        took_s = time.perf_counter() - begin
+        self._pace.observe(len(token_ids), 1e3 * took_s)
+        if self.reuse is not None:
+            self.reuse.note_prefill(len(token_ids), took_s)
         self._charge(request, len(token_ids))
         self.counters.add("prompt_tokens", len(token_ids))
         if chunk.final and not request.output_ids:

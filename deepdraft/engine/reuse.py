@@ -6,15 +6,19 @@ Knows nothing of: HTTP, scheduling, where stored bytes lie. Only the engine's th
 except `stats`.
 """
 
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepdraft.config import EngineConfig, memory_of_machine
+from deepdraft.config import EngineConfig, FleetConfig, memory_of_machine
 from deepdraft.engine.identity import files_digest, fingerprint_fields
 from deepdraft.engine.request import Request
 from deepdraft.engine.runner import Runner
 from deepdraft.errors import ConfigError
 from deepdraft.kv.cache import KvCache
+from deepdraft.kv.directory import RedisDirectory
+from deepdraft.kv.fleet import Fleet
+from deepdraft.kv.fleet_files import load_fleet
 from deepdraft.kv.layout import Layout
 from deepdraft.kv.settings import StoreSettings
 from deepdraft.kv.snapshot import fingerprint
@@ -28,15 +32,21 @@ AUTO_SHARE, AUTO_MOST = 8, 16 << 30
 """`auto` takes this part of the machine's memory, at most so many bytes."""
 
 
-def open_reuse(model: "LoadedModel", options: EngineConfig) -> "Reuse | None":
+def open_reuse(
+    model: "LoadedModel", options: EngineConfig, fleet: FleetConfig | None = None
+) -> "Reuse | None":
     """The KV cache of a loaded model; None where it is switched off or this model has none.
 
     Raises ConfigError.
     """
+    sharing = fleet is not None and fleet.directory is not None
     runner = model.runner
     if not options.kv_memory or not isinstance(runner, Runner):
-        if options.kv_memory and options.kv_spill is not None:
-            raise ConfigError("kv_spill needs the KV cache, which this model family does not have")
+        if options.kv_spill is not None or sharing:
+            raise ConfigError(
+                "kv_spill and a KV directory need the KV cache, which is off (--kv-memory 0) or "
+                "which this model's family does not have"
+            )
         return None
     layout = Layout.of(runner.model.args, packed=options.numerics != "exact")
     settings = StoreSettings.of(layout)
@@ -45,11 +55,12 @@ def open_reuse(model: "LoadedModel", options: EngineConfig) -> "Reuse | None":
         wanted = min(AUTO_MOST, memory_of_machine() // AUTO_SHARE)
     spill = None if options.kv_spill is None else Path(options.kv_spill)
     weights = model.fingerprint
-    if spill is not None and model.path is not None:
+    if spill is not None:
         try:
             spill.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"kv_spill: {spill} cannot be made: {error.strerror}") from error
+    if model.path is not None and (spill is not None or sharing):
         weights = files_digest(model.path, spill)
     cache = KvCache(
         runner.pool,
@@ -67,21 +78,45 @@ def open_reuse(model: "LoadedModel", options: EngineConfig) -> "Reuse | None":
         spill=spill,
         spill_bytes=options.kv_spill_bytes,
         background=True,
+        shared=sharing,
     )
     logger.info(
         "the KV cache holds up to %d MiB in memory%s",
         wanted >> 20,
         "" if spill is None else f" and {options.kv_spill_bytes >> 20} MiB on disk",
     )
-    return Reuse(runner, cache)
+    if fleet is None or fleet.directory is None:
+        return Reuse(runner, cache)
+    return Reuse(runner, cache, _join_fleet(cache, fleet))
+
+
+def _join_fleet(cache: KvCache, options: FleetConfig) -> Fleet:
+    assert options.directory is not None
+    files = None if options.files is None else load_fleet(Path(options.files))
+    url = options.directory
+    space = f"{options.namespace}.{cache.expected.hex()[:16]}"
+    RedisDirectory.connect(url, space)  # a wrong address is told now
+    host, port = options.address()
+    fleet = Fleet(
+        cache,
+        lambda: RedisDirectory.connect(url, space),
+        name=options.name or socket.gethostname(),
+        rule=options.fetch,
+        server_tls=None if files is None else files.server_tls,
+        client_tls=None if files is None else files.client_tls,
+        fleet_key=None if files is None else files.manifest_key,
+    )
+    fleet.start(host, port, options.advertise)
+    logger.info("conversations are shared as %s", fleet.owner)
+    return fleet
 
 
 class Reuse:
     """The KV cache as one engine uses it."""
 
-    def __init__(self, runner: Any, cache: KvCache) -> None:
+    def __init__(self, runner: Any, cache: KvCache, fleet: Fleet | None = None) -> None:
         """`runner`: an `engine.runner.Runner`, whose pool the cache was made for."""
-        self._runner, self.cache = runner, cache
+        self._runner, self.cache, self.fleet = runner, cache, fleet
         self.counters = Counters()
 
     def begin(self, request: Request) -> None:
@@ -138,7 +173,11 @@ class Reuse:
             self.after_prefill(request)
             self._runner.feed_pending(state)
             checkpoints, request.checkpoints = request.checkpoints, []
-            self.cache.store(state, checkpoints)
+            session = request.source.session
+            if session is None:
+                self.cache.store(state, checkpoints)
+            else:
+                self.cache.store(state, checkpoints, session.stored)
         except Exception:
             logger.exception("the conversation of %s is not stored", request.request_id)
             self.counters.add("errors")
@@ -146,11 +185,20 @@ class Reuse:
             self.cache.discard(request.checkpoints)
             request.checkpoints = []
 
+    def note_prefill(self, num_tokens: int, seconds: float) -> None:
+        """A part of a prompt was computed: what a fetch is weighed against."""
+        if self.fleet is not None:
+            self.fleet.costs.note_prefill(num_tokens, seconds)
+
     def close(self) -> None:
-        """Keeps on disk what is to outlive the process."""
+        """Leaves the fleet; keeps on disk what is to outlive the process."""
+        self.cache.flush()
+        if self.fleet is not None:
+            self.fleet.close()
         self.cache.close()
 
     def stats(self) -> dict[str, int]:
         """Counters, each name beginning with kv_."""
-        counts = {**self.cache.stats(), **self.counters.snapshot()}
+        shared = {} if self.fleet is None else self.fleet.stats()
+        counts = {**self.cache.stats(), **shared, **self.counters.snapshot()}
         return {f"kv_{name}": value for name, value in counts.items()}

@@ -36,14 +36,14 @@ ClaimResult = Literal["ok", "stale", "unknown", "unavailable"]
 _SESSION_ID = re.compile(r"[!-~]{1,256}")
 
 
-def session_key(tenant: str, session_id: str) -> str:
+def session_key(tenant: str, session_id: str, name: str = "X-Session-ID") -> str:
     """SHA-256 over tenant and session id, hexadecimal. Raises RequestError (400) for bad ids.
 
     Ids are 1 to 256 visible ASCII characters; neither part is ever logged or stored.
     """
     if not _SESSION_ID.fullmatch(session_id):
         raise RequestError(
-            "the session id must be 1 to 256 visible ASCII characters", param="X-Session-ID"
+            f"the session id in {name} must be 1 to 256 visible ASCII characters", param=name
         )
     return hashlib.sha256(tenant.encode() + b"\0" + session_id.encode()).hexdigest()
 

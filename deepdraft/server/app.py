@@ -29,6 +29,7 @@ from deepdraft.server.dialect_routes import dialect_routes
 from deepdraft.server.metrics import metrics_text, process_text
 from deepdraft.server.page import PREFIX, page_response
 from deepdraft.server.service import Service
+from deepdraft.server.session import Sessions
 from deepdraft.server.wire_errors import (
     STOPS,
     body_for_path,
@@ -104,6 +105,7 @@ def create_app(service: Service) -> ASGIApp:
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:
         service.start()
         yield
+        handlers.sessions.close()
         await asyncio.to_thread(service.close)
 
     handlers = Handlers(service)
@@ -150,6 +152,7 @@ class Handlers:
     def __init__(self, service: Service) -> None:
         self.service = service
         self.settings = service.config.server
+        self.sessions = Sessions(service)
 
     def guard(self, handler: Handler) -> Callable[[Request], Awaitable[ASGIApp]]:
         """Turns every error of a handler into an answer."""
@@ -285,6 +288,7 @@ class Handlers:
             job.requests = [
                 replace(r, tenant=whose or r.tenant, deadline_s=deadline_s) for r in job.requests
             ]
+        await self.sessions.prepare(request, job, whose or "")
         return await self.answer(request, engine, job, wire(job) if wire else None)
 
     def deadline_s(self, request: Request) -> float | None:

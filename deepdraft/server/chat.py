@@ -95,7 +95,7 @@ def chat_job(
         )
         for i in range(n)
     ]
-    return ChatJob(
+    job = ChatJob(
         model,
         id=id,
         name=name,
@@ -106,6 +106,8 @@ def chat_job(
         requests=requests,
         choices=choices,
     )
+    job.multi_turn = any(m.role == "assistant" for m in conversation.messages)
+    return job
 
 
 def check_chat_tokens(model: ModelView) -> None:

@@ -97,6 +97,7 @@ class DialectJob(Job):
             requests=chat.requests,
             choices=chat.choices,
         )
+        self.multi_turn = chat.multi_turn
         choice = self.choices[0]
         assert len(self.choices) == 1 and isinstance(choice, ChatChoice)
         self.choice: ChatChoice = choice

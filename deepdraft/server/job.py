@@ -116,6 +116,8 @@ class Job(ABC):
         self.num_prompt = num_prompt
         self.requests = requests
         self.choices = choices
+        self.multi_turn = False
+        """The prompt holds an earlier answer."""
         self.created = int(time.time())
         self._by_request = {r.request_id: c for r, c in zip(requests, choices, strict=True)}
         self._steps: dict[str, StepView] = {}

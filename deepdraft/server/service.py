@@ -20,6 +20,7 @@ from deepdraft.telemetry import Histogram, logger
 if TYPE_CHECKING:
     from deepdraft.engine.engine import Engine
     from deepdraft.engine.load import LoadedModel
+    from deepdraft.kv.fleet import Fleet
     from deepdraft.server.sampling import ModelView
 
 State = Literal["loading", "ready", "draining", "failed"]
@@ -97,7 +98,7 @@ class Service:
                 max_running=options.tenant_running, max_queue=options.tenant_queue
             ),
             speculation=model.speculation,
-            reuse=open_reuse(model, options),
+            reuse=open_reuse(model, options, self.config.fleet),
         )
         engine.start()
         self._engine = engine
@@ -135,6 +136,12 @@ class Service:
         if self._engine.failure is not None:
             raise EngineError(self._engine.failure)
         return self._engine, self._view
+
+    @property
+    def fleet(self) -> Fleet | None:
+        """This server's part of a fleet, if it is in one."""
+        reuse = None if self._engine is None else self._engine.reuse
+        return None if reuse is None else reuse.fleet
 
     def resolve_name(self, name: str | None, view: ModelView) -> str:
         """The name a response shows. Raises UnknownModel, which lists the served names."""
