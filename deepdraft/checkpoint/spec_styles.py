@@ -71,9 +71,11 @@ def _rope_published(values: Config) -> Config:
 
 
 def _ropes_five(values: Config) -> Config:
-    main = {"rope_theta": values["rope_theta"], **_NO_SCALING}
+    # Repeated here, as transformers takes the rotary width from it.
+    share = {"partial_rotary_factor": values["qk_rope_head_dim"] / values["head_dim"]}
+    main = {"rope_theta": values["rope_theta"], **share, **_NO_SCALING}
     scaling = values.get("rope_scaling")
-    compress = {"rope_theta": values["compress_rope_theta"], **_typed(scaling)}
+    compress = {"rope_theta": values["compress_rope_theta"], **share, **_typed(scaling)}
     return {"rope_parameters": {"main": main, "compress": compress}}
 
 
@@ -150,7 +152,7 @@ MOVES: dict[str, tuple[Move, ...]] = {
     "deepseek_v4": _V4,
     "deepseek_v41": (),
 }
-_REPEATED = {"num_hidden_layers"}
+_REPEATED = ("num_hidden_layers", "qk_rope_head_dim", "head_dim")
 """Keys that a move reads beside its own."""
 
 _DERIVED = {

@@ -23,8 +23,10 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "convert": ("deepdraft.cli.convert", "convert", "Rewrite a checkpoint for several GPUs."),
     "golden": ("deepdraft.cli.tools", "golden", "Replay recorded data against its tolerances."),
     "doctor": ("deepdraft.cli.proof", "doctor", "Say what is wrong with a checkpoint."),
+    "parity": ("deepdraft.cli.proof", "parity", "Compare a checkpoint with a reference."),
     "tiny": ("deepdraft.cli.proof", "tiny", "Write a tiny checkpoint with random weights."),
     "selftest": ("deepdraft.cli.tools", "selftest", "Check this machine's arithmetic."),
+    "kv": ("deepdraft.cli.kv", "kv", "A fleet's files, stored conversations, counters."),
     "bench": ("deepdraft.cli.tools", "bench", "Measure speed or start-up."),
 }
 
@@ -62,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     process of a tensor-parallel model died or hung; 130 stopped by Ctrl-C.
     """
     try:
-        result = cli.main(arguments, prog_name="deepdraft", standalone_mode=False)
+        given = sys.argv[1:] if arguments is None else list(arguments)
+        # Kept for `serve`, which starts itself once more for each rank.
+        result = cli.main(given, prog_name="deepdraft", standalone_mode=False, obj=given)
     except DeepdraftError as error:
         click.echo(f"Error: {error.message}", err=True)
         return error.exit_code

@@ -59,3 +59,39 @@ def doctor(checkpoint: str, **options: Any) -> int:
     from deepdraft.proof.doctor.run import main
 
     return main(checkpoint, **options)
+
+
+@click.command()
+@click.argument("checkpoint", metavar="CHECKPOINT")
+@click.argument("at", metavar="[DIR|URL]", required=False)
+@click.option(
+    "--reference",
+    type=click.Choice(("hf", "golden", "native", "openai")),
+    required=True,
+    help="transformers; recorded data in DIR; our engine on DIR; a server at URL.",
+)
+@click.option("--reference-python", "python", metavar="FILE", help="hf: its interpreter.")
+@click.option("--tokens", type=click.IntRange(2), metavar="N", help="Length of the text.")
+@click.option("--greedy", type=click.IntRange(0), default=16, show_default=True, metavar="N")
+@click.option(
+    "--dtype",
+    type=click.Choice(("float32", "bfloat16", "float16")),
+    default="float32",
+    show_default=True,
+    help="hf: also what this dtype costs.",
+)
+@click.option("--model-name", metavar="NAME", help="openai: the model to ask for.")
+@click.option("--html", metavar="FILE", help="Write a page with plots there.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "--accept-key", "accept_keys", multiple=True, metavar="KEY", help="An unknown key to accept."
+)
+def parity(checkpoint: str, at: str | None, **options: Any) -> int:
+    """Compare our engine on CHECKPOINT with a reference, and name what makes them differ.
+
+    DIR or URL says where the reference is; with hf, a directory other than CHECKPOINT. Exit code 1
+    if they differ.
+    """
+    from deepdraft.proof.parity.run import main
+
+    return main(checkpoint, at, **options)

@@ -19,6 +19,9 @@ from deepdraft.text.tokenizer import Tokenizer, engram_token_map
 
 _MOST_TOKENS = 768
 _SEED = 20_261
+_TEXTS = 6
+_TIE = 2e-6
+"""Relative gap of scores below which float32 does not decide."""
 
 
 def load_model(
@@ -61,9 +64,47 @@ def probe_length(args: Any, *, most: int = _MOST_TOKENS, leave: int = 0) -> int:
     return max(2, min(max(wanted, 96), most, args.max_position_embeddings - leave))
 
 
-def probe_text(args: Any, count: int) -> list[int]:
+def decided_text(checkpoint: Checkpoint, count: int) -> list[int]:
+    """A `probe_text` on which no choice of the indexer is a tie, cut off before the first tie if
+    there is no such text: where scores are equal, two right engines choose differently."""
+    args = checkpoint.args
+    text = probe_text(args, count)
+    if not getattr(args, "index_topk", 0):
+        return text
+    model = load_model(checkpoint, args, checkpoint)
+    best: list[int] = []
+    for seed in range(_TEXTS):
+        ids = probe_text(args, count, seed)
+        ids = ids[: _first_tie(model, ids, args.index_topk)]
+        best = max(best, ids, key=len)
+        if len(best) == count:
+            break
+    return best
+
+
+def _first_tie(model: Any, ids: list[int], topk: int) -> int:
+    """First position at which the last index entry chosen and the first one left out are equal, as
+    far as float32 can tell; the text's length if there is none."""
+    first = len(ids)
+    sequence = model.new_pool(1, len(ids), slack=len(ids)).open()
+    record: dict[str, dict[str, torch.Tensor]] = {}
+    model.step([(sequence, ids)], record=record)
+    for note in record.values():
+        scores = note.get("index_scores")
+        if scores is None or scores.shape[-1] <= topk:
+            continue
+        best = scores.topk(topk + 1, -1).values
+        size = torch.where(scores.isfinite(), scores, 0.0).abs().amax(-1)
+        gap = (best[:, -2] - best[:, -1]) / size.clamp_min(1e-30)
+        ties = (gap < _TIE).nonzero()  # NaN, where both are out of reach, is no tie
+        if len(ties):
+            first = min(first, int(ties[0]))
+    return max(first, 2)
+
+
+def probe_text(args: Any, count: int, seed: int = 0) -> list[int]:
     """Token ids from a fixed generator: ordinary tokens, with repeats at all distances."""
-    rng = random.Random(_SEED)
+    rng = random.Random(_SEED + seed)
     low = min(3, args.vocab_size - 1)
     ids = [rng.randrange(low, args.vocab_size) for _ in range(count)]
     for at in range(8, count, 5):

@@ -39,6 +39,7 @@ def test_transformers5_really_is_another_style() -> None:
     assert five["mlp_layer_types"] == ["hash_moe", "moe", "moe", "moe"]
     assert five["layer_types"][2] == "heavily_compressed_attention"
     assert five["rope_parameters"]["compress"]["factor"] == 16
+    assert five["rope_parameters"]["main"]["partial_rotary_factor"] == 0.25
 
 
 def test_engines_get_the_keys_that_transformers_leaves_out() -> None:

@@ -12,6 +12,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,10 +43,14 @@ class Seen:
     digest: bytes
     narrow: int
     """The smaller side of a matrix, 0 for vectors."""
+    rounded: bool
+    """All values are bfloat16 values."""
 
 
-def value_checks(checkpoint: Checkpoint) -> list[Finding]:
-    """Reads every tensor that the model reads, once."""
+def value_checks(checkpoint: Checkpoint, source: Any = None) -> list[Finding]:
+    """Reads every tensor that the model reads, once; from `source` where an engine's own weights
+    are to be judged instead of the file's."""
+    source = checkpoint if source is None else source
     findings: list[Finding] = []
     seen: dict[str, Seen] = {}
     for name, entry in checkpoint.table.items():
@@ -55,7 +60,7 @@ def value_checks(checkpoint: Checkpoint) -> list[Finding]:
             continue
         findings += _scales(checkpoint, entry)
         try:
-            seen[name] = look_at(checkpoint.tensor(name))
+            seen[name] = look_at(source.tensor(name, torch.float32))
         except CheckpointError as error:
             findings.append(
                 Finding("values", name, error.message, "", "fetch the file again from its source")
@@ -64,6 +69,7 @@ def value_checks(checkpoint: Checkpoint) -> list[Finding]:
     findings += _range(seen)
     findings += _constants(seen)
     findings += _copies(seen)
+    findings += _rounded(seen)
     return findings
 
 
@@ -72,7 +78,9 @@ def look_at(x: Tensor) -> Seen:
     low, high = float(x.min()), float(x.max())
     digest = hashlib.blake2b(x.contiguous().numpy().tobytes(), digest_size=16).digest()
     constant = low if low == high and x.numel() > 1 else None
-    return Seen(max(abs(low), abs(high)), constant, digest, min(x.shape) if x.ndim > 1 else 0)
+    rounded = torch.equal(x.bfloat16().float(), x)
+    narrow = min(x.shape) if x.ndim > 1 else 0
+    return Seen(max(abs(low), abs(high)), constant, digest, narrow, rounded)
 
 
 def _scales(checkpoint: Checkpoint, entry: Entry) -> Iterator[Finding]:
@@ -175,6 +183,23 @@ def _copies(seen: dict[str, Seen]) -> Iterator[Finding]:
                 "fetch or convert these tensors again",
                 "warning",
             )
+
+
+def _rounded(seen: dict[str, Seen]) -> Iterator[Finding]:
+    """A few matrices of bfloat16 values among float32 ones: a cast that only some went through."""
+    matrices = [n for n, s in seen.items() if s.narrow >= 2 and s.constant is None]
+    rounded = [n for n in matrices if seen[n].rounded]
+    if not 0 < len(rounded) < len(matrices) / 4:
+        return
+    for group, names in _groups(rounded).items():
+        yield Finding(
+            "values",
+            group,
+            "values were rounded to bfloat16 while other matrices have float32 values",
+            f"{len(rounded)} of {len(matrices)} matrices, such as {names[0]}",
+            "take these tensors from the source in float32",
+            "warning",
+        )
 
 
 def _groups(names: Iterable[str]) -> dict[str, list[str]]:
