@@ -14,8 +14,10 @@ from deepdraft.engine.sampler import Row, Sampler
 from deepdraft.spec.costs import CostTable, StepCosts
 from deepdraft.types import SamplingParams
 
-ROWS = (1, 2, 3, 4, 5, 6, 8, 16, 24)
-SEQUENCES = (1, 2, 4)
+ROWS = (1, 2, 3, 4, 5, 6, 8, 16)
+"""Rows of a step of one sequence. Of several, each has 1, 3 and 6."""
+ROWS_EACH = (1, 3, 6)
+SEQUENCES = (1, 2, 4, 8, 16)
 CONTEXT = 128
 
 Sample = tuple[int, float, float]
@@ -23,38 +25,46 @@ Sample = tuple[int, float, float]
 
 
 def measure_costs(
-    runner: Any,
-    *,
-    rows: tuple[int, ...] = ROWS,
-    contexts: tuple[int, ...] = (CONTEXT,),
-    repeats: int = 2,
+    runner: Any, *, rows: tuple[int, ...] = ROWS, context: int = CONTEXT, repeats: int = 2
 ) -> StepCosts:
-    """Times a drafting runner that serves nobody. About a second for a small model.
+    """Times a drafting runner that serves nobody. About two seconds for a small model.
 
-    Steps of each row count after each context (tokens of one sequence, as the load), blocks of
-    drafts of 1, 2 and 4 sequences as far as there is room, and a sampled choice. The best of
-    `repeats` interleaved runs, as other work on the machine only ever adds; and more rows count as
-    no cheaper than fewer.
+    Steps of one sequence by rows and of several sequences (the load) by rows of each, all of
+    `context` tokens; blocks of drafts by sequences; and a sampled choice. As many sequences as
+    there is room for. The best of `repeats` interleaved runs, as other work on the machine only
+    ever adds; and more rows count as no cheaper than fewer.
     """
     timer = _Timer(runner)
-    most = min(runner.max_step_rows, max(rows))
-    contexts = tuple(sorted({min(n, runner.max_tokens - most - 1) for n in contexts}))
+    rows = tuple(n for n in rows if n <= runner.max_step_rows)
     verify: list[Sample] = []
     draft: list[Sample] = []
     with torch.inference_mode():
-        for context in contexts:
-            timer.open(context)
-            for _ in range(repeats + 1):
-                verify += [timer.step(n) for n in rows if n <= most]
-                if context == contexts[0]:
-                    draft += [timer.draft(n) for n in SEQUENCES if n <= len(timer.sequences)]
-            timer.close()
+        timer.open(min(context, runner.max_tokens - max(rows) - 1))
+        counts = [n for n in SEQUENCES if n <= len(timer.sequences)]
+        for _ in range(repeats + 1):
+            verify += [timer.step(1, n) for n in rows]
+            verify += [timer.step(q, q * n) for q in counts[1:] for n in ROWS_EACH]
+            draft += [timer.draft(n) for n in counts]
+        timer.close()
         sampled = min(timer.choice(i) for i in range(repeats + 1))
     return StepCosts(
-        verify=CostTable.from_samples(_best(verify)),
+        verify=_rectangle(_best(verify)),
         draft=CostTable.from_samples(_best(draft)),
         sampled_row=sampled,
         sampled_draft=sampled,
+    )
+
+
+def _rectangle(samples: list[Sample]) -> CostTable:
+    """Every row count at every load: between the counts measured there linearly, beyond them with
+    their last slope. Fewer rows than sequences do not occur; they cost as much as one each."""
+    loads: dict[float, list[Sample]] = {}
+    for sample in samples:
+        loads.setdefault(sample[1], []).append(sample)
+    tables = {x: CostTable.from_samples(own) for x, own in loads.items()}
+    rows = sorted({n for n, _, _ in samples})
+    return CostTable.from_samples(
+        (n, x, table.step_ms(n, x)) for x, table in tables.items() for n in rows
     )
 
 
@@ -75,10 +85,14 @@ class _Timer:
     def open(self, context: int) -> None:
         self.context = context
         ids = [i % self.runner.vocab_size for i in range(context)]
-        while len(self.sequences) < max(SEQUENCES) and self.runner.num_free:
-            sequence = self.runner.open_sequence()
-            self.logits = self.runner.prefill(sequence, ids, final=True).unsqueeze(0)
-            self.sequences.append(sequence)
+        first = self.runner.open_sequence()
+        self.logits = self.runner.prefill(first, ids, final=True).unsqueeze(0)
+        if not hasattr(self.runner, "unpark"):
+            self.sequences = [first]
+            return
+        parked = self.runner.park(first)
+        most = min(max(SEQUENCES), self.runner.num_free)
+        self.sequences = [self.runner.unpark(parked) for _ in range(most)]
 
     def close(self) -> None:
         for sequence in self.sequences:
@@ -90,29 +104,34 @@ class _Timer:
         what()
         return 1e3 * (self.now() - begin)
 
-    def step(self, num_rows: int) -> Sample:
-        sequence = self.sequences[0]
-        ids = [1] * num_rows
-        ms = self._ms(lambda: self.sampler.tops(self.runner.step([(sequence, ids)])))
-        self.runner.commit(sequence, self.context)
-        return num_rows, float(self.context), ms
+    def step(self, num_sequences: int, num_rows: int) -> Sample:
+        sequences = self.sequences[:num_sequences]
+        batch = [(sequence, [1] * (num_rows // num_sequences)) for sequence in sequences]
+        ms = self._ms(lambda: self.sampler.tops(self.runner.step(batch)))
+        self._back(sequences)
+        return num_rows, float(num_sequences), ms
 
     def draft(self, num_sequences: int) -> Sample:
         sequences = self.sequences[:num_sequences]
-        for sequence in sequences:
-            # As in use: what the step before confirmed is fed first.
-            self.runner.step([(sequence, [1, 1])])
+        # As in use: what the step before confirmed is fed first.
+        self.runner.step([(sequence, [1, 1]) for sequence in sequences])
 
         def draft() -> None:
-            for block in self.runner.draft([(s, 1) for s in sequences]):
-                for i in range(len(block)):
-                    logits_V, _ = block.refine(i, 1)
-                    self.sampler.tops(logits_V.unsqueeze(0))
+            blocks = self.runner.draft([(s, 1) for s in sequences])
+            for i in range(self.runner.block_size):
+                if hasattr(self.runner, "refine"):
+                    logits_QV, _ = self.runner.refine(blocks, i, [1] * len(blocks))
+                else:
+                    logits_QV = torch.stack([block.refine(i, 1)[0] for block in blocks])
+                self.sampler.tops(logits_QV)
 
         ms = self._ms(draft)
+        self._back(sequences)
+        return num_sequences, 0.0, ms
+
+    def _back(self, sequences: list[Any]) -> None:
         for sequence in sequences:
             self.runner.commit(sequence, self.context)
-        return num_sequences, 0.0, ms
 
     def choice(self, position: int) -> float:
         """What a sampled choice takes; the greedy one is part of a step."""

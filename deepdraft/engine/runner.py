@@ -21,7 +21,7 @@ from deepdraft.checkpoint.reader import Checkpoint
 from deepdraft.errors import ConfigError, StateError
 from deepdraft.models import model_class
 from deepdraft.models.deepseek_v41 import DeepseekV41, PrefillMode
-from deepdraft.models.dspark import DraftStart
+from deepdraft.models.dspark import Drafter, DraftStart
 from deepdraft.models.state import SequenceState, StatePool
 from deepdraft.text.tokenizer import Tokenizer, engram_token_map
 
@@ -36,17 +36,16 @@ MAX_DRAFTS = 15
 class Draft:
     """A block of proposals of one sequence, to be gone through in order."""
 
-    def __init__(self, model: DeepseekV41, start: DraftStart) -> None:
-        self._model, self._start = model, start
+    def __init__(self, drafter: Drafter, start: DraftStart) -> None:
+        self._drafter, self.start = drafter, start
 
     def __len__(self) -> int:
-        return self._start.hidden.shape[0]
+        return self.start.hidden.shape[0]
 
     def refine(self, i: int, previous: int) -> tuple[Tensor, float]:
         """Logits [V] of draft i and its raw confidence, given the token before it."""
-        assert self._model.drafter is not None
-        logits_V, raw = self._model.drafter.refine(self._start, i, previous)
-        return logits_V, float(raw)
+        refined = self._drafter.refine([self.start], i, [previous])
+        return refined.logits[0], float(refined.raw[0])
 
 
 class Runner:
@@ -204,7 +203,17 @@ class Runner:
         if drafter is None or not self.block_size:
             raise StateError("there is no drafter here")
         self.feed_pending(*(sequence for sequence, _ in batch))
-        return [Draft(self.model, start) for start in drafter.start(batch, self.block_size)]
+        return [Draft(drafter, start) for start in drafter.start(batch, self.block_size)]
+
+    def refine(
+        self, drafts: Sequence[Draft], i: int, previous: Sequence[int]
+    ) -> tuple[Tensor, list[float]]:
+        """Draft i of several blocks at once, with the bits that each has alone: logits [Q, V] and
+        raw confidences, given the token before it in each."""
+        drafter = self.model.drafter
+        assert drafter is not None
+        refined = drafter.refine([draft.start for draft in drafts], i, previous)
+        return refined.logits, refined.raw.tolist()
 
     def feed_pending(self, *sequences: SequenceState) -> None:
         """Tell the drafter, if there is one, of the tokens confirmed since the last draft."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from deepdraft.engine.request import Request
@@ -181,6 +182,20 @@ class Block:
         return [self.request.output_ids[-1], *self.token_ids]
 
 
+@dataclass(slots=True)
+class _Filling:
+    """A block while it is drafted."""
+
+    block: Block
+    drafts: DraftRows
+    most: int
+    """Drafts at most."""
+    previous: int
+    """The token before the next draft."""
+    survival: float = 1.0
+    """The chance that all of them stand."""
+
+
 class BlockTarget:
     """The target behind the drafts of one block (`spec.protocol.Target`)."""
 
@@ -237,6 +252,7 @@ class Speculator:
         self._sampled: Schedule
         self._greedy = self._sampled = options.schedule or FixedSchedule(num_drafts=self.block_size)
         self._by_cost = options.schedule is None and options.costs is not None
+        self._steps = 0
         if self._by_cost and options.costs is not None:
             calibration = options.calibrations.get(options.rule) or Calibration()
             means = calibration.means
@@ -261,15 +277,7 @@ class Speculator:
         if self._by_cost:
             wanting = [block for block in wanting if block.request.gate.wants_draft()]
         if wanting:
-            for block, rows in self._begin(wanting):
-                block.drafted = True
-                try:
-                    self._fill(block, rows)
-                except Exception:
-                    # What was drafted before stands: each draft is complete with its law.
-                    logger.warning("drafting failed at %d", block.start, exc_info=True)
-                finally:
-                    block.walk_back()
+            self._fill(self._begin(wanting))
             for block in wanting:
                 block.num_drafted = len(block.token_ids)
             self._schedule(blocks)
@@ -291,37 +299,77 @@ class Speculator:
             logger.warning("no drafts for %s: %s", blocks[0].request.request_id, error)
             return []
 
-    def _fill(self, block: Block, drafts: DraftRows) -> None:
+    def _fill(self, pairs: Sequence[tuple[Block, DraftRows]]) -> None:
+        """Drafts position by position, all blocks at once."""
+        live = []
+        for block, drafts in pairs:
+            block.drafted = True
+            most = min(len(drafts), self._most_drafts(block.request))
+            live.append(_Filling(block, drafts, most, block.request.output_ids[-1]))
+        position = 0
+        while live := [filling for filling in live if position < filling.most]:
+            refined = self._refine(live, position)
+            if refined:
+                tops = self._sampler.tops(torch.stack([logits_V for _, logits_V, _ in refined]))
+                for (filling, logits_V, raw), top in zip(refined, tops, strict=True):
+                    try:
+                        more = self._extend(filling, logits_V, raw, top)
+                    except Exception:
+                        # What was drafted before stands: each draft is complete with its law.
+                        logger.warning("drafting failed at %d", filling.block.start, exc_info=True)
+                        more = False
+                    if not more:
+                        filling.most = 0
+            position += 1
+        for block, _ in pairs:
+            block.walk_back()
+
+    def _refine(self, live: Sequence[_Filling], i: int) -> list[tuple[_Filling, Tensor, float]]:
+        """Logits [V] and raw confidence of draft i of each block; ends those that fail."""
+        together = getattr(self._runner, "refine", None)
+        if together is not None:
+            try:
+                logits_QV, raw = together([f.drafts for f in live], i, [f.previous for f in live])
+                return list(zip(live, logits_QV, raw, strict=True))
+            except Exception:
+                logger.warning("drafts of %d blocks failed together", len(live), exc_info=True)
+        refined = []
+        for filling in live:
+            try:
+                refined.append((filling, *filling.drafts.refine(i, filling.previous)))
+            except Exception:
+                logger.warning("drafting failed at %d", filling.block.start, exc_info=True)
+                filling.most = 0
+        return refined
+
+    def _extend(self, filling: _Filling, logits_V: Tensor, raw: float, top: Top) -> bool:
+        """Adds a draft to its block; whether there may be another. May raise: nothing is added."""
+        block = filling.block
         request = block.request
-        stops = request.source.stop_token_ids
-        dice = KeyedDice(request.source.sampling.seed, block.start)
-        previous = request.output_ids[-1]
-        survival = 1.0
-        for i in range(min(len(drafts), self._most_drafts(request))):
-            logits_V, raw = drafts.refine(i, previous)
-            if self._by_cost:
-                # A confidence knows the drafts before its own only: a legal end of the block.
-                survival *= self._confidences(block, raw)[i]
-                if survival < HOPELESS:
-                    break
-            row = block.rows[-1]
-            top = self._sampler.tops(logits_V.unsqueeze(0))[0]
-            if not math.isfinite(top[0]):
-                break
-            law_V = None
-            if block.laws is None:
-                choice = self._sampler.choose(logits_V, row, top)
-                if choice.error is not None:
-                    break
-                previous = choice.token_id
-            else:
-                law_V = law(scores(logits_V, row))
-                if not is_law(law_V):
-                    break
-                previous = dice.draft(row.position, law_V)
-            block.extend(previous, raw, law_V)
-            if previous in stops or block.complete:
-                break  # known from drafts that stay, so a legal end of the block
+        if self._by_cost:
+            # A confidence knows the drafts before its own only: a legal end of the block.
+            filling.survival *= self._confidences(block, raw)[len(block.raw)]
+            if filling.survival < HOPELESS:
+                return False
+        row = block.rows[-1]
+        if not math.isfinite(top[0]):
+            return False
+        law_V = None
+        if block.laws is None:
+            choice = self._sampler.choose(logits_V, row, top)
+            if choice.error is not None:
+                return False
+            token_id = choice.token_id
+        else:
+            law_V = law(scores(logits_V, row))
+            if not is_law(law_V):
+                return False
+            dice = KeyedDice(request.source.sampling.seed, block.start)
+            token_id = dice.draft(row.position, law_V)
+        block.extend(token_id, raw, law_V)
+        filling.previous = token_id
+        # Known from drafts that stay, so a legal end of the block.
+        return token_id not in request.source.stop_token_ids and not block.complete
 
     def _schedule(self, blocks: Sequence[Block]) -> None:
         """Cuts every block's drafts to what is worth verifying, all requests in one choice."""
@@ -330,7 +378,7 @@ class Speculator:
         confidences = [self._confidences(block) for block in blocks]
         most = max(MAX_STEP_ROWS, len(blocks))
         if isinstance(schedule, CostSchedule):
-            load = float(sum(b.start for b in blocks))
+            load = float(len(blocks))
             allocation = schedule.allocate(
                 confidences,
                 max_rows=most,
@@ -456,9 +504,12 @@ class Speculator:
             record.histogram[num_accepted] += 1
         if not self._by_cost or self.options.costs is None:
             return
+        self._steps += 1
+        # Requests that run together try again together: a draft for all costs little more than one.
+        phase = self._steps if len(blocks) > 1 else None
         sampled = any(b.request.source.sampling.temperature for b in blocks)
         table = self.options.costs.sampled() if sampled else self.options.costs.verify
-        load = float(sum(b.start for b in blocks))
+        load = float(len(blocks))
         verified = sum(len(b.token_ids) for b in blocks)
         plain_ms = table.step_ms(len(blocks), load)
         step_ms = table.step_ms(len(blocks) + verified, load)
@@ -468,4 +519,5 @@ class Speculator:
             if block.drafted:
                 extra = (step_ms - plain_ms) * len(block.token_ids) / max(1, verified)
                 own = plain_ms / len(blocks)
-                block.request.gate.record(1 + num_accepted, own + extra + draft_ms / drafting, own)
+                spent = own + extra + draft_ms / drafting
+                block.request.gate.record(1 + num_accepted, spent, own, phase)

@@ -54,6 +54,16 @@ class DraftStart:
     """[B, D] collapsed, un-normed."""
 
 
+@dataclass(slots=True)
+class Refined:
+    """One draft of each of Q blocks."""
+
+    logits: Tensor
+    """[Q, V] after the Markov correction."""
+    raw: Tensor
+    """[Q] confidences before the sigmoid."""
+
+
 class DraftBlock:
     """One drafter layer: a backbone block that attends to the ring and to its own block."""
 
@@ -261,12 +271,19 @@ class Drafter:
         ]
 
     @torch.inference_mode()
-    def refine(self, start: DraftStart, b: int, previous: int) -> tuple[Tensor, Tensor]:
-        """Logits [V] of draft b and its raw confidence [], given the token before it."""
-        e = self.markov_embed[previous]
-        bias = self.join_markov(torch.mm(e.expand(2, -1), self.markov_head))
-        row = start.base_logits[b] + bias[0]
-        return row, torch.cat([start.hidden[b], e]).mul_(self.confidence).sum()
+    def refine(self, starts: Sequence[DraftStart], b: int, previous: Sequence[int]) -> Refined:
+        """Draft b of several blocks, given the token before it in each.
+
+        A block's bits do not depend on the others.
+        """
+        q = len(starts)
+        e = self.markov_embed[torch.tensor(previous, device=self.embed.device)]
+        hidden = torch.stack([start.hidden[b] for start in starts])
+        both = torch.cat([hidden, e], 1)
+        bias = torch.mm(e.expand(2, -1) if q == 1 else e, self.markov_head)
+        bias = self.join_markov(bias)[:q]
+        logits = torch.stack([start.base_logits[b] for start in starts]).add_(bias)
+        return Refined(logits, both.mul_(self.confidence).sum(1))
 
     @torch.inference_mode()
     def draft(
@@ -287,11 +304,11 @@ class Drafter:
         tokens, logits, confidence = [], [], []
         previous = token_id
         for b in range(begun.hidden.shape[0]):
-            row, raw = self.refine(begun, b, previous)
-            confidence.append(raw)
-            previous = choose(row, begun.position + b)
+            refined = self.refine([begun], b, [previous])
+            confidence.append(refined.raw[0])
+            previous = choose(refined.logits[0], begun.position + b)
             tokens.append(previous)
-            logits.append(row)
+            logits.append(refined.logits[0])
         return Draft(
             tokens, torch.stack(logits), torch.stack(confidence), begun.base_logits, begun.hidden
         )

@@ -221,17 +221,16 @@ def startup(model: str | Path | None = None, *, timeout_s: float = 60.0) -> dict
 
 
 def costs(model: str | Path, *, numerics: str = "exact") -> dict[str, Any]:
-    """What steps and drafts cost here, at several lengths: a file for --cost-table."""
+    """What steps and drafts cost here, by rows and sequences: a file for --cost-table."""
     from deepdraft.engine.measure import measure_costs
 
     checkpoint = Checkpoint.open(model)
     runner = Runner.from_checkpoint(
-        checkpoint, Tokenizer.load(model), numerics=numerics, drafter=True, num_sequences=4
+        checkpoint, Tokenizer.load(model), numerics=numerics, drafter=True, num_sequences=16
     )
     if not runner.block_size:
         raise ConfigError("this model has no drafter; there is nothing to choose by cost")
-    contexts = tuple(n for n in (64, 512, 2048) if n < runner.max_tokens - 32)
-    table = measure_costs(runner, contexts=contexts or (16,), repeats=8)
+    table = measure_costs(runner, repeats=8)
     return {"what": "costs of steps and drafts", "numerics": numerics, **table.to_dict()}
 
 

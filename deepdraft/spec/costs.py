@@ -19,11 +19,11 @@ from deepdraft.errors import ConfigError
 class CostTable:
     """ms[l][r]: milliseconds of a step of rows[r] rows at load loads[l].
 
-    A load is any one number that steps slow down with and that is known before a step, such as
-    tokens in cache; with a single load it is ignored. Between points the table is read linearly;
-    outside the loads it is held, beyond the rows its last slope goes on. With `padded`, a step of
-    some rows costs what the next measured count costs, as with captured graphs, and more rows than
-    the last count cannot be run. Raises ConfigError for a table that makes no sense.
+    A load is any one number that steps slow down with and that is known before a step; the engine's
+    is the number of sequences. With a single load it is ignored. Between points the table is read
+    linearly; outside the loads it is held, beyond the rows its last slope goes on. With `padded`, a
+    step of some rows costs what the next measured count costs, as with captured graphs, and more
+    rows than the last count cannot be run. Raises ConfigError for a table that makes no sense.
     """
 
     rows: tuple[int, ...]

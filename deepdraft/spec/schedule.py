@@ -307,9 +307,15 @@ class DraftGate:
             return False
         return True
 
-    def record(self, num_tokens: float, ms: float, plain_ms: float) -> None:
+    def record(
+        self, num_tokens: float, ms: float, plain_ms: float, phase: int | None = None
+    ) -> None:
         """A drafted step: its tokens (or what is expected of them), its whole time, and the time
-        that a plain step takes now."""
+        that a plain step takes now.
+
+        `phase`: a count of steps that several gates share. A pause is then made longer or shorter,
+        by half at most, so that it ends where the count is a multiple of it.
+        """
         self._seen += 1
         self._tokens = self.decay * self._tokens + num_tokens
         self._ms = self.decay * self._ms + ms
@@ -321,6 +327,9 @@ class DraftGate:
             self._pause = self.first_pause
             return
         self._resting = self._pause
+        if phase is not None:
+            late = (phase + self._pause) % self._pause
+            self._resting += self._pause - late if 2 * late > self._pause else -late
         self._pause = min(2 * self._pause, self.longest_pause)
         self._seen = 0
         self._tokens = self._ms = self._plain_ms = 0.0

@@ -162,6 +162,9 @@ def test_a_late_feed_leaves_the_same_rings_as_an_early_one(
         for draft in (drafts[1], *both):
             logits_V, confidence = draft.refine(i, 30 + i)
             assert torch.equal(logits_V, expected) and confidence == raw
+        # The same drafts beside others, behind other tokens.
+        logits_QV, confidences = runner.refine([both[0], *drafts, both[1]], i, [5, 30 + i, 7, 9])
+        assert torch.equal(logits_QV[1], expected) and confidences[1] == raw
     assert late.drafter_tokens == length
     assert model.drafter is not None
     for sequence in (late, early):

@@ -328,6 +328,11 @@ def _(runner: DraftingRunner) -> None:
     runner.refine_fault = lambda s, i: boom() if i == 2 else None
 
 
+@fault("it cannot go on with several blocks at once")
+def _(runner: DraftingRunner) -> None:
+    runner.refine = lambda *arguments: boom()  # type: ignore[attr-defined]
+
+
 @fault("its logits are NaN")
 def _(runner: DraftingRunner) -> None:
     runner.spoil_draft = lambda i, x: x * float("nan") if i == 1 else x
