@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import click
 
-from deepdraft.config import Numerics, Prefill, ScheduleName
+from deepdraft.config import FetchRule, Numerics, Prefill, ScheduleName, SessionPolicy
 from deepdraft.errors import CheckpointError
 from deepdraft.types import Rule
 
@@ -20,6 +20,7 @@ ENGINE_FIELDS = (
     "prefill",
     "max_context",
     "threads",
+    "tp",
     "accept_keys",
     "drafts",
     "rule",
@@ -76,6 +77,9 @@ def engine_options(command: Decorated) -> Decorated:
             help="CPU threads of one operator [small models: 1].",
         ),
         click.option(
+            "--tp", type=int, metavar="N", help="Processes (GPUs) that share the model [1]."
+        ),
+        click.option(
             "--kv-memory",
             metavar="SIZE",
             help="Host memory for conversations, as 512MiB; 0: none [an eighth of the machine's].",
@@ -96,6 +100,49 @@ def engine_options(command: Decorated) -> Decorated:
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def fleet_options(command: Decorated) -> Decorated:
+    """How conversations are shared between servers."""
+    options = (
+        click.option(
+            "--kv-directory",
+            envvar="DEEPDRAFT_KV_DIRECTORY",
+            metavar="URL",
+            help="Redis that says which server has a conversation; better given as "
+            "DEEPDRAFT_KV_DIRECTORY where it holds a password [none: nothing is shared].",
+        ),
+        click.option("--kv-name", metavar="NAME", help="Of this server [the machine's]."),
+        click.option(
+            "--kv-listen", metavar="HOST:PORT", help="Where peers read from [127.0.0.1:0]."
+        ),
+        click.option("--kv-advertise", metavar="HOST", help="How peers reach it [as it listens]."),
+        click.option(
+            "--kv-files", metavar="DIR", help="This server's files of `kv init-fleet` [plain TCP]."
+        ),
+        click.option(
+            "--kv-fetch",
+            type=click.Choice(get_args(FetchRule)),
+            help="Whether a peer's cache is fetched [auto: where it pays].",
+        ),
+        click.option(
+            "--session-policy",
+            type=click.Choice(get_args(SessionPolicy)),
+            help="Whether conversations of several turns must name their session [optional].",
+        ),
+        click.option(
+            "--session-header", metavar="NAME", help="The header that names it [X-Session-ID]."
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def fleet_settings(flags: dict[str, Any]) -> dict[str, Any]:
+    """Settings of the fleet from the flags of `fleet_options`."""
+    names = ("directory", "name", "listen", "advertise", "files", "fetch")
+    return {name: flags[f"kv_{name}"] for name in names}
 
 
 def sampling_options(command: Decorated) -> Decorated:

@@ -8,7 +8,14 @@ from typing import Any
 
 import click
 
-from deepdraft.cli.options import ENGINE_FIELDS, engine_options, model_argument, model_directory
+from deepdraft.cli.options import (
+    ENGINE_FIELDS,
+    engine_options,
+    fleet_options,
+    fleet_settings,
+    model_argument,
+    model_directory,
+)
 from deepdraft.config import load_config
 
 
@@ -37,6 +44,7 @@ from deepdraft.config import load_config
     help="A key that requests must bring; may be repeated. Better given as DEEPDRAFT_API_KEY, "
     "where other users of the machine cannot see it.",
 )
+@fleet_options
 @click.option("--log-level", type=click.Choice(("debug", "info", "warning", "error")))
 @click.option("--config", "file", metavar="FILE", help="Settings in TOML; flags win over it.")
 def serve(model: str | None, file: str | None, **flags: Any) -> None:
@@ -55,7 +63,10 @@ def serve(model: str | None, file: str | None, **flags: Any) -> None:
             "drain_s": flags["drain_seconds"],
             "log_level": flags["log_level"],
             "api_keys": flags["api_keys"] or None,
+            "session_policy": flags["session_policy"],
+            "session_header": flags["session_header"],
         },
+        fleet=fleet_settings(flags),
     )
     path, name = model_directory(model)
 

@@ -130,8 +130,11 @@ def manifest_size(head: bytes) -> int:
     return size
 
 
-def decode_manifest(data: bytes, *, layout: Layout, expected: bytes) -> Manifest:
-    """Head and manifest, checked against the root, the layout and the fingerprint.
+def decode_manifest(
+    data: bytes, *, layout: Layout | None = None, expected: bytes | None = None
+) -> Manifest:
+    """Head and manifest, checked against the root, the layout and the fingerprint; without those
+    against itself, which is enough to look at it.
 
     Raises SnapshotError; sizes and positions of what it returns are consistent.
     """
@@ -145,7 +148,11 @@ def decode_manifest(data: bytes, *, layout: Layout, expected: bytes) -> Manifest
         manifest = msgspec.msgpack.decode(body, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise SnapshotError(f"the manifest is not as documented: {error}") from None
-    check_manifest(manifest, layout=layout, expected=expected)
+    check_manifest(
+        manifest,
+        layout=manifest.layout if layout is None else layout,
+        expected=manifest.fingerprint if expected is None else expected,
+    )
     return manifest
 
 
@@ -214,8 +221,11 @@ class SnapshotFile:
     """Of the first chunk."""
 
     @classmethod
-    def open(cls, path: Path, *, layout: Layout, expected: bytes) -> SnapshotFile:
-        """Read and check the manifest and the file's length. Raises SnapshotError."""
+    def open(
+        cls, path: Path, *, layout: Layout | None = None, expected: bytes | None = None
+    ) -> SnapshotFile:
+        """Read and check the manifest and the file's length, see `decode_manifest`. Raises
+        SnapshotError."""
         try:
             with path.open("rb") as file:
                 head = file.read(HEAD_BYTES)

@@ -2,6 +2,7 @@
 
 import errno
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -42,10 +43,10 @@ class Kept:
             **{"spill_bytes": 1 << 30, **options},  # type: ignore[arg-type]
         )
 
-    def store(self, tokens: list[int]) -> bool:
+    def store(self, tokens: list[int], then: Callable[[int], None] = lambda entry: None) -> bool:
         state = self.pool.open()
         fill(state, tokens)
-        done = self.cache.store(state)
+        done = self.cache.store(state, then=then) is not None
         self.pool.close(state)
         spoil(self.pool)
         return done
