@@ -30,6 +30,7 @@ from deepdraft.server.metrics import metrics_text, process_text
 from deepdraft.server.page import PREFIX, page_response
 from deepdraft.server.service import Service
 from deepdraft.server.session import Sessions
+from deepdraft.server.token_routes import token_routes
 from deepdraft.server.wire_errors import (
     STOPS,
     body_for_path,
@@ -124,7 +125,7 @@ def create_app(service: Service) -> ASGIApp:
             ("/models/{name:path}", handlers.model, "GET"),
         ):
             routes.append(Route(prefix + path, handlers.guard(handler), methods=[method]))
-    routes += dialect_routes(handlers)
+    routes += dialect_routes(handlers) + token_routes(handlers)
     app: ASGIApp = Starlette(
         routes=routes,
         lifespan=lifespan,

@@ -76,11 +76,10 @@ def chat_job(
     requests = sampling.generate_requests(
         id,
         [rendered.token_ids],
+        body,
         sampling.sampling_params(body, model, num_logprobs),
         [limit],
         end_ids,
-        n,
-        sampling.speculation_params(body),
         enforced.grammar,
     )
     choices: list[Choice] = [
@@ -119,6 +118,14 @@ def check_chat_tokens(model: ModelView) -> None:
             "use /v1/completions",
             param="model",
         )
+
+
+def num_prompt_tokens(body: schema.ChatRequest, model: ModelView) -> int:
+    """Tokens of the prompt that a chat body would be answered from. Raises RequestError."""
+    check_chat_tokens(model)
+    conversation = read_conversation(body)
+    check_conversation(conversation, images=False)
+    return len(text.render_chat(conversation, model.tokenizer, model.family).token_ids)
 
 
 def _num_logprobs(body: schema.ChatRequest) -> int | None:

@@ -48,11 +48,10 @@ def completion_job(
     requests = sampling.generate_requests(
         id,
         prompts,
+        body,
         sampling.sampling_params(body, model, body.logprobs),
         limits,
         end_ids,
-        n,
-        sampling.speculation_params(body),
         enforced.grammar,
     )
     choices: list[Choice] = [

@@ -40,6 +40,7 @@ def dialect_routes(handlers: "Handlers") -> list[Route]:
     for prefix in RESPONSES_PREFIXES:
         for path, handler, method in (
             ("/responses", dialects.responses, "POST"),
+            ("/responses/input_tokens", dialects.input_tokens, "POST"),
             ("/responses/{id}", dialects.response, "GET"),
             ("/responses/{id}", dialects.delete_response, "DELETE"),
         ):
@@ -62,6 +63,7 @@ class Dialects:
             from deepdraft.server.messages import messages_job, resolve_model
 
             fields, ignored = messages_schema.read(body)
+            self._handlers.check_count(fields.messages, "messages")
             return messages_job(fields, resolve_model(fields.model, view), view, ignored)
 
         return await self._handlers.serve(request, make, lambda job: job.wire())
@@ -90,10 +92,27 @@ class Dialects:
             from deepdraft.server.responses import responses_job
 
             fields, ignored = responses_schema.read(body)
+            if isinstance(fields.input, list):
+                self._handlers.check_count(fields.input, "input")
             name = self._handlers.service.resolve_name(fields.model, view)
             return responses_job(fields, name, view, self._store, owner(request), ignored)
 
         return await self._handlers.serve(request, make, lambda job: job.wire())
+
+    async def input_tokens(self, request: Request) -> Response:
+        """POST /v1/responses/input_tokens: the length of the prompt that a body makes."""
+        _, view = self._handlers.service.ready()
+
+        def count(body: bytes) -> int:
+            from deepdraft.server.responses import count_tokens
+
+            fields, _ = responses_schema.read(body)
+            self._handlers.service.resolve_name(fields.model, view)
+            return count_tokens(fields, view, self._store, owner(request))
+
+        num_tokens = await self._handlers.read(request, count)
+        body = {"object": "response.input_tokens", "input_tokens": num_tokens}
+        return Response(msgspec.json.encode(body), media_type="application/json")
 
     async def response(self, request: Request) -> Response:
         """GET /v1/responses/{id}: a response that is still kept."""

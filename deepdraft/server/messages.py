@@ -19,8 +19,6 @@ from deepdraft.server.messages_read import read_arguments, read_messages
 from deepdraft.server.sampling import ModelView
 from deepdraft.server.stream import Wire
 from deepdraft.server.wire_errors import messages_error_body
-from deepdraft.text import prompt as text
-from deepdraft.text.request_rules import check_conversation
 
 _FIELDS = {
     "stop": "stop_sequences",
@@ -76,10 +74,7 @@ def count_tokens(body: schema.MessagesRequest, model: ModelView) -> int:
     """Tokens of the prompt that this body would be answered from. Raises RequestError."""
     read = read_messages(body)
     with errors_in_terms_of(read, _FIELDS, _WORDS):
-        chat.check_chat_tokens(model)
-        conversation = chat.read_conversation(read.chat)
-        check_conversation(conversation, images=False)
-        return len(text.render_chat(conversation, model.tokenizer, model.family).token_ids)
+        return chat.num_prompt_tokens(read.chat, model)
 
 
 class MessagesWire(Wire):

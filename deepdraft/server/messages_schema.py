@@ -91,7 +91,7 @@ class ToolUseBlock(Struct, tag_field="type", tag="tool_use"):
 
     id: str
     name: str
-    input: msgspec.Raw = msgspec.Raw(b"{}")
+    input: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b"{}"))
 
 
 class ToolResultBlock(Struct, tag_field="type", tag="tool_result"):

@@ -74,6 +74,15 @@ def responses_job(
     return ResponsesJob(job, read.ignored, table, echo, keep)
 
 
+def count_tokens(
+    body: schema.ResponsesRequest, model: ModelView, store: ResponseStore, owner: bytes = b""
+) -> int:
+    """Tokens of the prompt that this body would be answered from. Raises RequestError."""
+    read, _, _ = read_responses(body, _earlier(body.previous_response_id, store, owner))
+    with errors_in_terms_of(read, _FIELDS, _WORDS):
+        return chat.num_prompt_tokens(read.chat, model)
+
+
 def _earlier(
     response_id: str | None, store: ResponseStore, owner: bytes
 ) -> tuple[msgspec.Raw, ...]:

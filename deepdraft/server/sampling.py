@@ -21,6 +21,8 @@ MAX_STOP_IDS = 64
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
 MAX_DRAFTS = 15
+MAX_PRIORITY = 1000
+MAX_USER_CHARS = 512
 _DRAFTS_RULE = f"from 0 to {MAX_DRAFTS}; more than the server's own number has no effect"
 DEFAULT_NEW_TOKENS = 8_192
 DEFAULT_NEW_TOKENS_THINKING = 65_536
@@ -62,6 +64,13 @@ def check_shared(body: SamplingFields, vocab_size: int) -> None:
     check_range(body.n, "n", 1, MAX_CHOICES, f"from 1 to {MAX_CHOICES}")
     check_range(body.max_tokens, "max_tokens", 1, float("inf"), "at least 1")
     check_range(body.seed, "seed", -(1 << 63), (1 << 63) - 1, "a 64-bit signed integer")
+    most = MAX_PRIORITY
+    check_range(body.priority, "priority", -most, most, f"from {-most} to {most}")
+    if len(body.user_id or "") > MAX_USER_CHARS:
+        raise RequestError(
+            f"user_id has {len(body.user_id or '')} characters; at most {MAX_USER_CHARS} go",
+            param="user_id",
+        )
     if body.speculation is not None:
         check_range(body.speculation.drafts, "speculation.drafts", 0, MAX_DRAFTS, _DRAFTS_RULE)
         if body.speculation.steps and not body.stream:
@@ -195,15 +204,14 @@ def num_new_tokens(
 def generate_requests(
     response_id: str,
     prompts: Iterable[tuple[int, ...]],
+    body: SamplingFields,
     params: SamplingParams,
     limits: Iterable[int],
     stops: frozenset[int],
-    n: int,
-    speculation: SpeculationParams,
     grammar: TokenGrammar | None = None,
 ) -> list[GenerateRequest]:
     """One request per choice: `n` for each prompt, named by the response's id and the index."""
-    requests = []
+    requests, n, speculation = [], body.n or 1, speculation_params(body)
     for prompt_ids, limit in zip(prompts, limits, strict=True):
         for _ in range(n):
             index = len(requests)
@@ -217,6 +225,8 @@ def generate_requests(
                     stop_token_ids=stops,
                     speculation=speculation,
                     grammar=grammar,
+                    tenant=body.user_id or "",
+                    priority=body.priority or 0,
                 )
             )
     return requests

@@ -103,6 +103,9 @@ class NamedToolChoice(Struct):
     type: Literal["function"] = "function"
 
 
+AnyToolChoice = Literal["auto", "none", "required"] | NamedToolChoice | None
+
+
 class TextFormat(Struct, tag_field="type", tag="text"):
     """No form is asked for."""
 
@@ -195,6 +198,8 @@ class SamplingFields(Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     speculation: SpeculationFields | None = None
+    priority: int | None = None
+    user_id: str | None = None
 
 
 class ChatRequest(SamplingFields, kw_only=True):
@@ -208,7 +213,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     reasoning_effort: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[ToolSpec] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
+    tool_choice: AnyToolChoice = None
     parallel_tool_calls: bool | None = None
     task: str | None = None
 
@@ -229,10 +234,10 @@ class CompletionRequest(SamplingFields, kw_only=True):
 # Fields without a place in the structs
 
 IGNORED_FIELDS: frozenset[str] = frozenset(
-    """cache_salt guided_decoding_backend include_reasoning metadata moderation prediction priority
+    """cache_salt guided_decoding_backend include_reasoning metadata moderation prediction
     prompt_cache_key prompt_cache_retention request_id safety_identifier separate_reasoning
     service_tier session_id skip_special_tokens spaces_between_special_tokens store
-    stream_reasoning user user_id verbosity vllm_xargs""".split()
+    stream_reasoning user verbosity vllm_xargs""".split()
 )
 """Fields that clients send and that change nothing here; named in a header of the answer."""
 

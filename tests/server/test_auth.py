@@ -10,7 +10,7 @@ import pytest
 from deepdraft.cli.main import main
 from deepdraft.config import Config, ServerConfig, load_config
 from deepdraft.errors import ConfigError
-from deepdraft.server.auth import KeyGate, Rate, named_keys, presented_keys
+from deepdraft.server.auth import KeyGate, named_keys, presented_keys
 
 from .conftest import Client
 
