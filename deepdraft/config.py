@@ -90,6 +90,8 @@ class EngineConfig:
     """The threshold, on the running product of confidences."""
     cost_table: str | None = None
     """A file of measured costs (`deepdraft bench costs`); None: measured at the start."""
+    tp: int = 1
+    """Processes that share one model, each with a part of its weights (docs/parallel.md)."""
     threads: int | None = None
     """CPU threads of one operator; None: 1 for a model under 1 GB, else torch's own choice."""
     kv_memory: int | Literal["auto"] = "auto"
@@ -112,7 +114,7 @@ class EngineConfig:
             value = getattr(self, name)
             choices = get_args(kind)
             _require(value in choices, f"engine.{name}", value, "one of " + ", ".join(choices))
-        for name in ("max_running", "max_queue", "prefill_chunk"):
+        for name in ("max_running", "max_queue", "prefill_chunk", "tp"):
             value = getattr(self, name)
             _require(_is_int(value) and value >= 1, f"engine.{name}", value, "an integer >= 1")
         ok = self.drafts is None or (_is_int(self.drafts) and self.drafts >= 0)
@@ -321,6 +323,8 @@ class FleetConfig:
     """This server's directory of `deepdraft kv init-fleet`; None: plain TCP."""
     fetch: FetchRule = "auto"
     """Whether a peer's cache is fetched: where measurements say that it pays, always, or never."""
+    hurry: float = 1.0
+    """Leases, deadlines and back-off are shorter by this factor: for tests."""
 
     def __post_init__(self) -> None:
         for name in ("directory", "name", "advertise", "files"):
@@ -330,6 +334,7 @@ class FleetConfig:
         for name in ("namespace", "listen"):
             _require(isinstance(getattr(self, name), str), f"fleet.{name}", "...", "a text")
         choices = get_args(FetchRule)
+        _require_number("fleet.hurry", self.hurry, 0.01)
         _require(self.fetch in choices, "fleet.fetch", self.fetch, "one of " + ", ".join(choices))
         self.address()
 

@@ -27,7 +27,6 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "tiny": ("deepdraft.cli.proof", "tiny", "Write a tiny checkpoint with random weights."),
     "selftest": ("deepdraft.cli.tools", "selftest", "Check this machine's arithmetic."),
     "kv": ("deepdraft.cli.kv", "kv", "A fleet's files, stored conversations, counters."),
-    "kv": ("deepdraft.cli.kv", "kv", "A fleet's files, stored conversations, counters."),
     "bench": ("deepdraft.cli.tools", "bench", "Measure speed or start-up."),
 }
 

@@ -30,7 +30,7 @@ from deepdraft.config import load_config
     help="A further name of the model; may be repeated. The first one is listed first.",
 )
 @engine_options
-@click.option("--max-running", type=int, metavar="N", help="Answers that grow together [4].")
+@click.option("--max-running", type=int, metavar="N", help="Answers that grow together [16].")
 @click.option("--max-queue", type=int, metavar="N", help="Requests that may wait [256].")
 @click.option(
     "--drain-seconds", type=float, metavar="S", help="Grace of running requests at the end [25]."
@@ -44,8 +44,11 @@ from deepdraft.config import load_config
     help="A key that requests must bring; may be repeated. Better given as DEEPDRAFT_API_KEY, "
     "where other users of the machine cannot see it.",
 )
+@click.option("--tls-cert", metavar="FILE", help="PEM certificate chain: speak HTTPS.")
+@click.option("--tls-key", metavar="FILE", help="PEM key of the certificate.")
 @fleet_options
 @click.option("--log-level", type=click.Choice(("debug", "info", "warning", "error")))
+@click.option("--log-format", type=click.Choice(("text", "json")), help="Lines or JSON [text].")
 @click.option("--config", "file", metavar="FILE", help="Settings in TOML; flags win over it.")
 def serve(model: str | None, file: str | None, **flags: Any) -> None:
     """Serve a model over HTTP, by default the bundled one as `demo`.
@@ -61,7 +64,7 @@ def serve(model: str | None, file: str | None, **flags: Any) -> None:
             "port": flags["port"],
             "served_model_names": flags["served_model_name"] or None,
             "drain_s": flags["drain_seconds"],
-            "log_level": flags["log_level"],
+            **{n: flags[n] for n in ("log_level", "log_format", "tls_cert", "tls_key")},
             "api_keys": flags["api_keys"] or None,
             "session_policy": flags["session_policy"],
             "session_header": flags["session_header"],
@@ -69,6 +72,11 @@ def serve(model: str | None, file: str | None, **flags: Any) -> None:
         fleet=fleet_settings(flags),
     )
     path, name = model_directory(model)
+    if config.engine.tp > 1:
+        from deepdraft.cli.ranks import serve_on_ranks
+
+        serve_on_ranks(path, name, config, click.get_current_context().find_root().obj)
+        return
 
     from deepdraft.server.run import serve as run
     from deepdraft.server.service import Service

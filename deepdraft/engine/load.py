@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from deepdraft import __version__
 from deepdraft.arch import V41Args
-from deepdraft.config import EngineConfig
+from deepdraft.config import EngineConfig, memory_of_machine
 from deepdraft.engine.protocol import ModelRunner
 from deepdraft.errors import CheckpointError, ConfigError
+from deepdraft.telemetry import logger
 from deepdraft.text.conversation import Family
 from deepdraft.text.tokenizer import Tokenizer
 from deepdraft.types import Rule
@@ -23,8 +24,11 @@ from deepdraft.types import Rule
 if TYPE_CHECKING:
     from deepdraft.engine.runner import Runner
     from deepdraft.engine.speculate import Speculation
+    from deepdraft.parallel.rank import Rank
     from deepdraft.spec.calibrate import Calibration
 
+STATE_SHARE = 4
+"""`auto` sets this part of the machine's memory aside for running sequences."""
 SPECULATION_FILE = "speculation.json"
 """Beside a checkpoint: what is known of its drafter (docs/speculation.md)."""
 _MAX_JSON_BYTES = 1 << 20
@@ -51,9 +55,13 @@ class LoadedModel:
 
 
 def load_engine(
-    model_path: str | Path, options: EngineConfig, *, name: str | None = None
+    model_path: str | Path,
+    options: EngineConfig,
+    *,
+    name: str | None = None,
+    rank: "Rank | None" = None,
 ) -> LoadedModel:
-    """Reads a checkpoint directory.
+    """Reads a checkpoint directory, published or converted. `rank`: rank 0 of several.
 
     Raises CheckpointError or ConfigError, which say what is wrong with which file or key.
     """
@@ -62,26 +70,13 @@ def load_engine(
         raise CheckpointError(
             f"no checkpoint directory at {path}; give the directory that holds config.json"
         )
-    # Imported here: these pull in torch and the model code.
-    import torch
-
-    from deepdraft.checkpoint.reader import Checkpoint
-    from deepdraft.engine.runner import Runner
-
-    torch.set_num_threads(options.threads or _default_threads(path, torch.get_num_threads()))
-    checkpoint = Checkpoint.open(path, accept_unknown=options.accept_keys)
-    tokenizer = Tokenizer.load(path)
-    runner = Runner.from_checkpoint(
-        checkpoint,
-        tokenizer,
-        numerics=options.numerics,
-        prefill=options.prefill,
-        max_context=options.max_context,
-        num_sequences=options.max_running,
-        drafter=options.drafts != 0,
-        num_drafts=options.drafts,
-    )
-    args = checkpoint.args
+    runner, args, tokenizer = load_runner(path, options, rank)
+    if runner.num_sequences < options.max_running:
+        logger.warning(
+            "state_memory has room for %d of %d sequences; the others wait",
+            runner.num_sequences,
+            options.max_running,
+        )
     return LoadedModel(
         runner=runner,
         tokenizer=tokenizer,
@@ -91,11 +86,65 @@ def load_engine(
         bos_token_id=args.bos_token_id,
         sampling_defaults=_sampling_defaults(path / "generation_config.json"),
         fingerprint=_fingerprint(
-            path, [repr(args), options.numerics, options.prefill, options.rule]
+            path, [repr(args), options.numerics, options.prefill, options.rule, *_split(options)]
         ),
         speculation=_speculation(runner, path, options),
         path=path,
     )
+
+
+def load_runner(
+    path: Path, options: EngineConfig, rank: "Rank | None" = None
+) -> "tuple[Runner, Any, Tokenizer]":
+    """The runner of a checkpoint directory, the model's sizes, its tokenizer; of several ranks,
+    this one's runner.
+
+    Raises CheckpointError or ConfigError.
+    """
+    # Imported here: these pull in torch and the model code.
+    import torch
+
+    from deepdraft.checkpoint.presharded import is_presharded, open_rank
+    from deepdraft.checkpoint.reader import Checkpoint
+    from deepdraft.engine.ranks import LeadRunner, share_of
+    from deepdraft.engine.runner import Runner
+
+    torch.set_num_threads(options.threads or _default_threads(path, torch.get_num_threads()))
+    number, size = (0, 1) if rank is None else (rank.rank, rank.size)
+    if is_presharded(path):
+        checkpoint = open_rank(path, number, size, accept_unknown=options.accept_keys)
+    else:
+        checkpoint = Checkpoint.open(path, accept_unknown=options.accept_keys)
+    tokenizer = Tokenizer.load(path)
+    share = {} if rank is None else share_of(rank, checkpoint)
+    kind = LeadRunner if rank is not None and not number else Runner
+    runner = kind.from_checkpoint(
+        checkpoint,
+        tokenizer,
+        numerics=options.numerics,
+        prefill=options.prefill,
+        max_context=options.max_context,
+        num_sequences=options.max_running,
+        drafter=options.drafts != 0,
+        num_drafts=options.drafts,
+        state_bytes=_state_bytes(options),
+        **share,
+    )
+    if isinstance(runner, LeadRunner):
+        assert rank is not None
+        runner.lead(rank)
+    return runner, checkpoint.args, tokenizer
+
+
+def _split(options: EngineConfig) -> list[str]:
+    """What of the ranks changes the answers: sums in another order."""
+    return [f"tp {options.tp}"] if options.tp > 1 else []
+
+
+def _state_bytes(options: EngineConfig) -> int:
+    wanted = options.state_memory
+    total = memory_of_machine() // STATE_SHARE if isinstance(wanted, str) else wanted
+    return total // options.tp  # every rank holds the whole state
 
 
 def _speculation(runner: "Runner", path: Path, options: EngineConfig) -> "Speculation":
@@ -156,12 +205,15 @@ a busy machine a spinning one stalls every operator (measured: 4 to 30 tok/s ins
 
 def _default_threads(path: Path, available: int) -> int:
     """CPU threads of one operator where none were asked for."""
-    stored = sum(shard.stat().st_size for shard in path.glob("*.safetensors"))
+    stored = sum(shard.stat().st_size for shard in path.rglob("*.safetensors"))
     return 1 if stored < SMALL_MODEL_BYTES else available
 
 
 def _fingerprint(path: Path, settings: list[str]) -> str:
     digest = hashlib.sha256("\n".join([__version__, *settings]).encode())
+    manifest = path / "sharded.json"  # of a converted checkpoint: digests of all its files
+    if manifest.is_file():
+        digest.update(manifest.read_bytes())
     for shard in sorted(path.glob("*.safetensors")):
         # Header and last weights of each file: enough to tell two trainings apart, and quick even
         # for hundreds of gigabytes.

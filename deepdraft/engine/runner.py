@@ -12,7 +12,7 @@ drafter of the positions confirmed since the last draft. So plain steps cost the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -22,7 +22,9 @@ from deepdraft.errors import ConfigError, StateError
 from deepdraft.models import model_class
 from deepdraft.models.deepseek_v41 import DeepseekV41, PrefillMode
 from deepdraft.models.dspark import Drafter, DraftStart
+from deepdraft.models.layers import WeightSource
 from deepdraft.models.state import SequenceState, StatePool
+from deepdraft.parallel.shards import Shards
 from deepdraft.text.tokenizer import Tokenizer, engram_token_map
 
 STEP_ROWS = 64
@@ -60,8 +62,10 @@ class Runner:
         num_sequences: int = 1,
         step_rows: int = STEP_ROWS,
         num_drafts: int | None = None,
+        state_bytes: int | None = None,
     ) -> None:
-        """`num_drafts`: proposals of a draft; None: what the checkpoint's drafter was trained for;
+        """`state_bytes`: memory for sequences, which may allow fewer of them; None: any amount.
+        `num_drafts`: proposals of a draft; None: what the checkpoint's drafter was trained for;
         0: the drafter is not used."""
         limit = model.args.max_position_embeddings
         if max_context is not None and not 2 <= max_context <= limit:
@@ -85,9 +89,23 @@ class Runner:
         self.max_tokens = max_context or limit
         self.max_step_rows = step_rows
         self.device = model.device
+        if state_bytes is not None:
+            num_sequences = self._that_fit(num_sequences, state_bytes)
         self.num_sequences = num_sequences
         self.pool: StatePool = model.new_pool(num_sequences, self.max_tokens, slack=step_rows)
         self._taps: dict[SequenceState, list[tuple[int, Tensor]]] = {}
+
+    def _that_fit(self, num_sequences: int, state_bytes: int) -> int:
+        """How many sequences there is room for. Raises ConfigError where that is none."""
+        pool = self.model.new_pool(1, self.max_tokens, slack=self.max_step_rows)
+        fitting = state_bytes // pool.allocated_bytes
+        if not fitting:
+            raise ConfigError(
+                f"the state of one sequence of {self.max_tokens} tokens takes "
+                f"{pool.allocated_bytes >> 20} MiB, and {state_bytes >> 20} MiB are set aside: "
+                "raise state_memory, or lower max_context"
+            )
+        return min(num_sequences, fitting)
 
     @classmethod
     def from_checkpoint(
@@ -102,8 +120,16 @@ class Runner:
         device: torch.device | str = "cpu",
         drafter: bool = False,
         num_drafts: int | None = None,
-    ) -> Runner:
-        """Load the model of a checkpoint. Errors name the tensor, key or file."""
+        state_bytes: int | None = None,
+        shards: Shards | None = None,
+        source: WeightSource | None = None,
+    ) -> Self:
+        """Load the model of a checkpoint. Errors name the tensor, key or file.
+
+        `shards`: this rank's share of a model that several processes run; `source` then gives the
+        rank's parts of the weights.
+        """
+        more = {} if shards is None else {"shards": shards}
         token_map = None
         if checkpoint.args.engram_layer_ids:
             if tokenizer is None:
@@ -111,11 +137,12 @@ class Runner:
             token_map = checked_token_map(checkpoint, tokenizer)
         model = model_class(checkpoint.args)(
             checkpoint.args,
-            checkpoint,
+            source or checkpoint,
             token_map,
             numerics=numerics,
             device=device,
             drafter=drafter,
+            **more,
         )
         return cls(
             model,
@@ -123,6 +150,7 @@ class Runner:
             max_context=max_context,
             num_sequences=num_sequences,
             num_drafts=num_drafts,
+            state_bytes=state_bytes,
         )
 
     @property

@@ -63,6 +63,8 @@ class _Watched:
         self.step = health.steps
 
     def hangs(self, limits: Limits) -> bool:
+        if self.health.state == "ended":
+            return False
         early = self.health.state in ("starting", "loading")
         beat_s = limits.loading_beat_s if early else limits.beat_s
         return self.silent_s > beat_s or self.step_s > limits.step_s
@@ -160,7 +162,7 @@ def _watch(pages: mmap.mmap, ranks: Sequence[_Watched], limits: Limits) -> None:
         gone = [w for w in ranks if w.process.poll() is not None]
         for watched in ranks:
             watched.look(pages, elapsed_s)
-        if ranks[0].process.returncode == 0:
+        if ranks[0].process.returncode == 0 or ranks[0].health.state == "ended":
             if len(gone) == len(ranks) and not any(w.process.returncode for w in gone):
                 return
             ended_s += elapsed_s

@@ -200,7 +200,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object
     kernel[grid](*args, **options)
 
 
-def symmetric_mailbox(group_name: str, size: int, capacity: int) -> tuple[Tensor, list[int]]:
+def symmetric_mailbox(group_name: Any, size: int, capacity: int) -> tuple[Tensor, list[int]]:
     """This rank's mailbox in symmetric memory and the addresses of all ranks'.
 
     Every rank of the process group calls it. Multicast stays off. Raises RuntimeError where peers'

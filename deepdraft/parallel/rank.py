@@ -148,9 +148,9 @@ class PeerLost(EngineError):
     """Another rank went away: a consequence, its own end is the cause."""
 
 
-def run_rank(me: Rank, work: Callable[[Rank], None]) -> None:
-    """Runs `work` as this rank; a failure is told to the parent and ends the process at once, since
-    other ranks may wait for this one, and a clean end might wait for them."""
+def run_rank(me: Rank, work: Callable[[Rank], None]) -> NoReturn:
+    """Runs `work` as this rank and ends the process, a failure being told to the parent. At once:
+    other ranks may wait for this one, and the clean-up of libraries might wait for them."""
     try:
         work(me)
     except PeerLost as error:
@@ -162,6 +162,9 @@ def run_rank(me: Rank, work: Callable[[Rank], None]) -> None:
         traceback.print_exc()
         me.end(f"{type(error).__name__}: {error}")
     me.pulse.set_state("ended")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # closes the pipes: rank 0's end tells the others
 
 
 def this_rank() -> Rank | None:
