@@ -22,6 +22,7 @@ from deepdraft.kv.fleet_files import load_fleet
 from deepdraft.kv.layout import Layout
 from deepdraft.kv.settings import StoreSettings
 from deepdraft.kv.snapshot import fingerprint
+from deepdraft.kv.transfer import TransferSettings
 from deepdraft.telemetry import Counters, logger
 from deepdraft.types import CacheUse, FinishReason
 
@@ -50,6 +51,8 @@ def open_reuse(
         return None
     layout = Layout.of(runner.model.args, packed=options.numerics != "exact")
     settings = StoreSettings.of(layout)
+    if fleet is not None:
+        settings = settings.hurried(fleet.hurry)
     wanted = options.kv_memory
     if wanted == "auto":
         wanted = min(AUTO_MOST, memory_of_machine() // AUTO_SHARE)
@@ -105,6 +108,7 @@ def _join_fleet(cache: KvCache, options: FleetConfig) -> Fleet:
         server_tls=None if files is None else files.server_tls,
         client_tls=None if files is None else files.client_tls,
         fleet_key=None if files is None else files.manifest_key,
+        settings=TransferSettings().hurried(options.hurry),
     )
     fleet.start(host, port, options.advertise)
     logger.info("conversations are shared as %s", fleet.owner)

@@ -5,7 +5,7 @@ Owns: defaults and their order (a reader's deadline lies below its lease, grace 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deepdraft.errors import ConfigError
 from deepdraft.kv.layout import PENDING_ROWS, Layout, Span
@@ -40,6 +40,15 @@ class StoreSettings:
         if checkpoint >= SMALL_CHECKPOINT:
             return cls()
         return cls(chunk_blocks=min(cls().chunk_blocks, -(-checkpoint // layout.block_bytes)))
+
+    def hurried(self, by: float) -> StoreSettings:
+        """All times divided by `by`."""
+        return replace(
+            self,
+            lease_s=self.lease_s / by,
+            max_lease_s=self.max_lease_s / by,
+            grace_s=self.grace_s / by,
+        )
 
     def __post_init__(self) -> None:
         if not 0 < self.low_water <= self.high_water <= 1:

@@ -1,0 +1,91 @@
+"""Runs a fleet while it breaks, and records how that went:
+
+    python bench/kv_fleet.py --servers 2 --turns 1000 [--namespaces] [--numerics exact]
+        [--prefill full] [--hours H] [--out bench/results/d-fleet-2.json]
+
+With --hours turns go on for so long. Needs redis-server; --namespaces needs root.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from deepdraft import __version__
+from tests.kv.fleet_run import FleetRun, can_make_networks
+
+FAULTS = ["kill", "stall", "redis_lost", "redis_stall", "redis_old", "partition"]
+
+
+def machine() -> dict[str, object]:
+    """What the figures were measured on."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return {
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "deepdraft": __version__,
+        "commit": os.environ.get("DEEPDRAFT_COMMIT") or commit.stdout.strip(),
+    }
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--servers", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=1000)
+    parser.add_argument("--conversations", type=int, default=50)
+    parser.add_argument("--every", type=int, default=25)
+    parser.add_argument("--numerics", default="exact")
+    parser.add_argument("--prefill", default="full")
+    parser.add_argument("--hours", type=float, default=0.0)
+    parser.add_argument("--namespaces", action="store_true")
+    parser.add_argument("--out")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    namespaces = options.namespaces and can_make_networks()
+    if options.namespaces and not namespaces:
+        print("no network namespaces here (root and the ip command are needed): loopback")
+    faults = FAULTS if namespaces else FAULTS[:-1]
+    result = {"what": vars(options) | {"out": None}, **machine()}
+    with tempfile.TemporaryDirectory() as directory:
+        run = FleetRun(
+            Path(directory),
+            servers=options.servers,
+            numerics=options.numerics,
+            prefill=options.prefill,
+            namespaces=namespaces,
+            first_port=18000 + 400 * options.servers + (200 if options.numerics != "exact" else 0),
+        )
+        try:
+            result |= run.run(
+                turns=options.turns,
+                conversations=options.conversations,
+                every=options.every,
+                faults=faults,
+                seconds=3600 * options.hours or None,
+            )
+        finally:
+            run.close()
+    text = json.dumps(result, indent=1)
+    print(text)
+    if options.out:
+        Path(options.out).write_text(text + "\n")
+    failed = result["different"] or result.get("client_errors") or result["servers"]["leaked_bytes"]
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
