@@ -141,6 +141,14 @@ def selftest(device: str, as_json: bool) -> int:
 @click.option("--prompts", metavar="FILE", help="Prompts as JSON [bundled ones].")
 @click.option("--num-prompts", type=click.IntRange(1), metavar="N", help="How many of them.")
 @click.option("--quick", is_flag=True, help="accept: leave out block sizes and thresholds.")
+@click.option(
+    "--streams",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="accept, drafted: answers at a time.",
+)
 def bench(what: str, model: str | None, **options: Any) -> int:
     """Measure a model, by default the bundled one.
 

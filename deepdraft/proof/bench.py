@@ -250,7 +250,7 @@ def _measure(what: str, model: str | Path, options: dict[str, Any]) -> dict[str,
     if what == "accept":
         from deepdraft.proof.bench_accept import accept
 
-        return accept(model, **shared, quick=options["quick"])
+        return accept(model, **shared, quick=options["quick"], streams=options["streams"])
     if what == "lossless":
         from deepdraft.proof.bench_lossless import lossless
 
@@ -258,7 +258,7 @@ def _measure(what: str, model: str | Path, options: dict[str, Any]) -> dict[str,
     if what == "drafted":
         from deepdraft.proof.bench_drafted import drafted
 
-        return drafted(model, **shared, runs=options["runs"])
+        return drafted(model, **shared, runs=options["runs"], streams=options["streams"])
     raise ConfigError(f"bench knows {', '.join(BENCHES)}, got {what!r}")
 
 
@@ -273,6 +273,7 @@ def main(
     prompts: str | None = None,
     num_prompts: int | None = None,
     quick: bool = False,
+    streams: int = 1,
     as_json: bool = False,
     out: str | None = None,
     svg: str | None = None,
@@ -293,6 +294,7 @@ def main(
         "prompts": prompts,
         "num_prompts": num_prompts,
         "quick": quick,
+        "streams": streams,
     }
     result = _measure(what, model, options)
     if svg is not None:

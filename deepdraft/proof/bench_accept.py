@@ -3,13 +3,14 @@
 Owns: the grid of runs, reliability of confidences, calibration, the schedule's worth on recorded
 drafts. Knows nothing of: thresholds, plots.
 
-Answers are made one at a time, so ms are those of a single stream.
+Answers are made one at a time, or several together: what is accepted is the same, ms and rates are
+those of so many streams.
 """
 
 import random
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ from deepdraft.types import (
     Rule,
     SamplingParams,
     SpeculationParams,
+    TokenEvent,
 )
 
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -69,6 +71,7 @@ class Answer:
     prompt: Prompt
     stats: DecodeStats
     seconds: float
+    """Of decoding; of several streams an equal share of the whole run."""
     cpu_seconds: float
     num_tokens: int
     blocks: list[Observation] = field(default_factory=list)
@@ -77,8 +80,11 @@ class Answer:
 class Bench:
     """A loaded model, and answers under any setting."""
 
-    def __init__(self, model: str | Path, *, context: int, numerics: str = "exact") -> None:
+    def __init__(
+        self, model: str | Path, *, context: int, numerics: str = "exact", streams: int = 1
+    ) -> None:
         torch.set_num_threads(1)
+        self.streams = streams
         self.tokenizer = Tokenizer.load(model)
         checkpoint = Checkpoint.open(model)
         self.eos = checkpoint.args.eos_token_id
@@ -88,7 +94,7 @@ class Bench:
             numerics=numerics,
             drafter=True,
             max_context=context + context % 2,
-            num_sequences=4,
+            num_sequences=max(4, streams),
         )
         self.block_size = self.runner.block_size
         self.costs = measure_costs(self.runner, repeats=6)
@@ -102,7 +108,7 @@ class Bench:
         tokens: int,
         calibration: Calibration | None = None,
     ) -> list[Answer]:
-        """Answers one after the other. Those without a decode step are left out."""
+        """Answers in the order of the prompts. Those without a decode step are left out."""
         self.runner.block_size = setting.num_drafts or self.block_size
         options = Speculation(
             rule=setting.rule,
@@ -112,58 +118,73 @@ class Bench:
             if isinstance(setting.schedule, float)
             else None,
         )
-        engine = Engine(self.runner, max_running=1, speculation=options)
-        blocks: list[Observation] = []
+        engine = Engine(
+            self.runner, max_running=self.streams, max_queue=len(prompts), speculation=options
+        )
+        blocks: dict[str, list[Observation]] = defaultdict(list)
 
         def observe(
             block: Block, proposal: Proposal, target: BlockTarget, verdict: Verdict
         ) -> None:
             # The cut off confidences go with it: what was not verified was not observed.
             raw = tuple(block.raw[: len(proposal)])
-            blocks.append(Observation(raw=raw, num_accepted=verdict.num_accepted))
+            seen = Observation(raw=raw, num_accepted=verdict.num_accepted)
+            blocks[block.request.request_id].append(seen)
 
         engine.speculator.observer = observe
         engine.start()
         answers = []
+        begin, cpu = time.perf_counter(), time.process_time()
         try:
-            for i, prompt in enumerate(prompts):
-                blocks.clear()
-                answer = self._answer(engine, prompt, setting, tokens, seed=i)
-                if answer is not None:
-                    answer.blocks = blocks[1:]  # the first one is the prompt's own token
-                    answers.append(answer)
+            for at in range(0, len(prompts), 1 if self.streams == 1 else len(prompts)):
+                some = prompts if self.streams > 1 else prompts[at : at + 1]
+                requests = [
+                    self._request(p, setting, tokens, seed) for seed, p in enumerate(some, at)
+                ]
+                streams = [engine.generate(request) for request in requests]
+                for prompt, request, events in zip(some, requests, streams, strict=True):
+                    answer = _answer(prompt, events)
+                    if answer is not None:
+                        # The first one is the prompt's own token.
+                        answer.blocks = blocks.pop(request.request_id)[1:]
+                        answers.append(answer)
         finally:
             self.last_stats = engine.stats()
             engine.close()
             self.runner.block_size = self.block_size
+        if self.streams > 1:
+            for answer in answers:
+                answer.seconds = (time.perf_counter() - begin) / len(answers)
+                answer.cpu_seconds = (time.process_time() - cpu) / len(answers)
         return answers
 
-    def _answer(
-        self, engine: Engine, prompt: Prompt, setting: Setting, tokens: int, seed: int
-    ) -> Answer | None:
-        request = GenerateRequest(
-            request_id="bench",
+    def _request(self, prompt: Prompt, setting: Setting, tokens: int, seed: int) -> GenerateRequest:
+        return GenerateRequest(
+            request_id=f"bench-{seed}",
             prompt_ids=prompt.ids,
             sampling=SamplingParams(temperature=setting.temperature, seed=seed),
             max_new_tokens=tokens,
             stop_token_ids=frozenset({self.eos}),
             speculation=SpeculationParams(num_drafts=0 if setting.schedule == "none" else None),
         )
-        begin, cpu, stats, num_tokens = None, 0.0, None, 0
-        for event in engine.generate(request):
-            if event.error is not None:
-                raise EngineError(event.error)
-            if begin is None:
-                # At the first token: decoding alone is timed.
-                begin, cpu = time.perf_counter(), time.process_time()
-            else:
-                num_tokens += len(event.token_ids)
-            stats = event.stats or stats
-        assert begin is not None
-        if stats is None:
-            return None
-        seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
-        return Answer(prompt, stats, seconds, cpu, num_tokens)
+
+
+def _answer(prompt: Prompt, events: Iterable[TokenEvent]) -> Answer | None:
+    begin, cpu, stats, num_tokens = None, 0.0, None, 0
+    for event in events:
+        if event.error is not None:
+            raise EngineError(event.error)
+        if begin is None:
+            # At the first token: decoding alone is timed.
+            begin, cpu = time.perf_counter(), time.process_time()
+        else:
+            num_tokens += len(event.token_ids)
+        stats = event.stats or stats
+    assert begin is not None
+    if stats is None:
+        return None
+    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+    return Answer(prompt, stats, seconds, cpu, num_tokens)
 
 
 def accept(
@@ -174,10 +195,12 @@ def accept(
     tokens: int = 96,
     numerics: str = "exact",
     quick: bool = False,
+    streams: int = 1,
 ) -> dict[str, Any]:
     """The whole report. `quick` leaves out block sizes and thresholds."""
     chosen = evenly(load_prompts(prompts, Tokenizer.load(model)), num_prompts)
-    bench = Bench(model, context=max(len(p.ids) for p in chosen) + tokens, numerics=numerics)
+    context = max(len(p.ids) for p in chosen) + tokens
+    bench = Bench(model, context=context, numerics=numerics, streams=streams)
     grid = [Setting(temperature=0.0)]
     grid += [Setting(temperature=t, rule=r) for t in TEMPERATURES[1:] for r in RULES]
     recorded = {setting: bench.run(chosen, setting, tokens) for setting in grid}
@@ -185,7 +208,7 @@ def accept(
     for setting, answers in recorded.items():
         by_rule[setting.rule] += [b for a in answers for b in a.blocks]
     calibrations = {r: fit(x, num_positions=bench.block_size) for r, x in by_rule.items()}
-    rows = [row for s, a in recorded.items() for row in _rows(s, a, bench.block_size)]
+    rows = [row for s, a in recorded.items() for row in _rows(s, a, bench)]
     rest = [Setting(temperature=t, schedule=s) for t in (0.0, 1.0) for s in ("none", "cost")]
     if not quick:
         rest += [Setting(temperature=t, num_drafts=n) for t in (0.0, 1.0) for n in BLOCK_SIZES]
@@ -193,12 +216,13 @@ def accept(
     for setting in rest:
         calibration = calibrations[setting.rule] if setting.schedule == "cost" else None
         answers = bench.run(chosen, setting, tokens, calibration)
-        rows += _rows(setting, answers, bench.block_size)
+        rows += _rows(setting, answers, bench)
     return {
         "what": "accepted drafts",
         "numerics": numerics,
         "prompts": len(chosen),
         "tokens_per_answer": tokens,
+        "streams": streams,
         "block_size": bench.block_size,
         "costs": bench.costs.to_dict(),
         "runs": rows,
@@ -211,8 +235,8 @@ def accept(
     }
 
 
-def _rows(setting: Setting, answers: Sequence[Answer], block_size: int) -> list[dict[str, Any]]:
-    """One row a domain, and one of all."""
+def _rows(setting: Setting, answers: Sequence[Answer], bench: Bench) -> list[dict[str, Any]]:
+    """One row a domain, and one of all; rates of one domain only where streams are single."""
     groups: dict[str, list[Answer]] = defaultdict(list)
     for answer in answers:
         groups[answer.prompt.domain].append(answer)
@@ -227,7 +251,7 @@ def _rows(setting: Setting, answers: Sequence[Answer], block_size: int) -> list[
                 "domain": domain,
                 "temperature": setting.temperature,
                 "rule": setting.rule,
-                "block_size": setting.num_drafts or block_size,
+                "block_size": setting.num_drafts or bench.block_size,
                 "schedule": setting.schedule,
                 "answers": len(own),
                 "tokens": sum(a.num_tokens for a in own),
@@ -235,8 +259,12 @@ def _rows(setting: Setting, answers: Sequence[Answer], block_size: int) -> list[
                 "accepted_length": round(length, 4),
                 "drafts": sum(a.stats.drafts for a in own),
                 "verified": sum(a.stats.verified for a in own),
-                "ms_per_step": round(1e3 * seconds / steps, 3),
-                "tokens_per_s": round(sum(a.num_tokens for a in own) / seconds, 1),
+                "ms_per_step": round(
+                    sum(a.stats.average_iteration_ms * a.stats.steps for a in own) / steps, 3
+                ),
+                "tokens_per_s": round(sum(a.num_tokens for a in own) / seconds, 1)
+                if bench.streams == 1 or domain == "all"
+                else None,
             }
         )
     return rows

@@ -1,4 +1,4 @@
-"""`deepdraft bench drafted`: speed of single answers with drafts against plain ones, by domain.
+"""`deepdraft bench drafted`: speed of answers with drafts against plain ones, by domain.
 
 Owns: the interleaved runs, what is made of their times. Knows nothing of: thresholds.
 """
@@ -24,14 +24,17 @@ def drafted(
     runs: int = 5,
     numerics: str = "exact",
     temperature: float = 0.0,
+    streams: int = 1,
 ) -> dict[str, Any]:
     """Decoding times of the same answers, plainly and as the server drafts by itself.
 
     Domain by domain, plain and drafted in turn; the best of `runs` each. Wall time, and processor
-    time of the whole process, which a busy machine stretches less.
+    time of the whole process, which a busy machine stretches less. With several `streams` prompts
+    are read beside the decoding, and their time counts.
     """
     chosen = evenly(load_prompts(prompts, Tokenizer.load(model)), num_prompts)
-    bench = Bench(model, context=max(len(p.ids) for p in chosen) + tokens, numerics=numerics)
+    context = max(len(p.ids) for p in chosen) + tokens
+    bench = Bench(model, context=context, numerics=numerics, streams=streams)
     calibration = read_calibrations(Path(model)).get("coupled", Calibration())
     settings = {
         "plain": Setting(temperature=temperature, schedule="none"),
@@ -64,7 +67,8 @@ def drafted(
         texts["all", name] = sum(texts[domain, name] for domain in domains)
     rows.append(_row("all", best, texts, None))
     return {
-        "what": "single answers with drafts against plain ones",
+        "what": "answers with drafts against plain ones",
+        "streams": streams,
         "numerics": numerics,
         "temperature": temperature,
         "prompts": len(chosen),

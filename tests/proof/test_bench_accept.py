@@ -141,6 +141,20 @@ def test_the_plot_is_well_formed(report: dict[str, Any]) -> None:
             assert x >= 0 and y >= 0 and x + w <= size[0] and y + h <= size[1]
 
 
+def test_what_is_accepted_does_not_depend_on_the_streams(report: dict[str, Any]) -> None:
+    """The same drafts stand, alone and beside others; single rates are told of single streams."""
+    together = bench_accept.Bench(MODEL, context=120, streams=3)
+    prompts = evenly(load_prompts(None, together.tokenizer), 6)
+    for rule in ("coupled", "block"):
+        setting = bench_accept.Setting(temperature=1.0, rule=rule)
+        rows = bench_accept._rows(setting, together.run(prompts, setting, 20), together)
+        alone = [r for r in report["runs"] if r["temperature"] == 1.0 and r["rule"] == rule]
+        alone = [r for r in alone if r["schedule"] == "all"]
+        same = ("domain", "answers", "tokens", "steps", "accepted_length", "drafts")
+        assert [[r[k] for k in same] for r in rows] == [[r[k] for k in same] for r in alone]
+        assert [r["tokens_per_s"] is None for r in rows] == [True] * 6 + [False]
+
+
 def test_drafted_against_plain() -> None:
     result = bench_drafted.drafted(MODEL, num_prompts=2, tokens=20, runs=1)
     assert [r["domain"] for r in result["domains"]] == ["templates", "facts", "all"]
