@@ -31,7 +31,7 @@ WIDTH = 5120
 CHAIN = 86
 """Exchanges of a step of the published model: 43 layers, two each."""
 ROWS = (1, 2, 4, 6, 8)
-PLANS = ((128, 1), (256, 1), (256, 2), (512, 2), (512, 4), (1024, 4))
+PLANS = ((32, 1), (64, 1), (128, 1), (128, 2), (256, 2), (512, 4))
 
 
 def log(text: str) -> None:
@@ -122,7 +122,8 @@ def ranks(part: str, seconds: float, options: argparse.Namespace) -> dict:
             ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"],
             capture_output=True, text=True, check=False, timeout=30,
         )  # fmt: skip
-        result["processes_left_on_gpus"] = seen.stdout.split()
+        own = str(os.getpid())  # the part `link` used the GPUs
+        result["processes_left_on_gpus"] = [pid for pid in seen.stdout.split() if pid != own]
     return result
 
 

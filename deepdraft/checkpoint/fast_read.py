@@ -25,8 +25,8 @@ from torch import Tensor
 from deepdraft.errors import CheckpointError
 
 ALIGN = 4096
-CHUNK_BYTES = 8 << 20
-THREADS = 8
+CHUNK_BYTES = 16 << 20
+THREADS = 16
 _BUFFERS = 2
 
 Progress = Callable[[int], None]

