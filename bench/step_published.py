@@ -9,12 +9,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from step_results import Results
 
 from deepdraft.checkpoint.config import parse_args
 from deepdraft.engine.dummy import dummy_args
-from deepdraft.models.v41_step import STAGES
+from deepdraft.models.v41_step import STAGES, Lanes
 from deepdraft.proof.bench_step import StepBench, kernel_times, removal_times, time_graph
 from deepdraft.proof.step_bytes import step_bytes
 
@@ -46,6 +47,7 @@ class Published:
         )
         self.bench = StepBench(self.shape, context=args.context)
         self.rate = 4.3e12
+        self.reference: torch.Tensor | None = None
         self.layers_ms: dict[tuple[int, int], float] = {}
 
     def loaded(self) -> dict:
@@ -82,6 +84,29 @@ class Published:
             "share": round(of["limit_ms"] / timed.median, 4),
             "capture_s": round(captured.seconds, 2),
         }  # fmt: skip
+
+    def variant(self, *, lanes: bool, pdl: bool) -> dict:
+        """Six rows, 22 experts: side lanes and programmatic launch on or off."""
+        from deepdraft.kernels import runtime
+
+        bench = self.bench
+        kept = bench.step.lanes
+        bench.step.lanes = Lanes(bench.weights.device, on=lanes)
+        runtime.use_programmatic_launch(pdl)
+        try:
+            bench.rng = np.random.default_rng(5)
+            bench.set_rows(6, 22)
+            captured = bench.capture()
+            captured.graph.replay()
+            torch.cuda.synchronize()
+            if self.reference is None:
+                self.reference = captured.logits[:6].clone()
+            equal = bool(torch.equal(captured.logits[:6], self.reference))
+            timed = time_graph(captured.graph.replay, replays=10)
+        finally:
+            bench.step.lanes = kept
+            runtime.use_programmatic_launch(False)
+        return {"ms": round(timed.median, 4), "best": round(timed.best, 4), "same_bits": equal}
 
     def whole(self, rows: int, experts: int) -> dict:
         """The whole step; the wall clock of a host that reads each report one step late."""
@@ -167,6 +192,9 @@ def run(args: argparse.Namespace, results: Results, wait: Any) -> None:
         results.stage(f"layers {name}", lambda r=rows, e=experts: p.layers(r, e))
         results.stage(f"whole {name}", lambda r=rows, e=experts: p.whole(r, e))
     results.stage("profile rows 6 experts 22", lambda: p.profile(6, 22))
+    for lanes, pdl in ((False, False), (True, False), (False, True), (True, True)):
+        name = f"variant lanes {int(lanes)} pdl {int(pdl)}"
+        results.stage(name, lambda a=lanes, b=pdl: p.variant(lanes=a, pdl=b), needs=20)
     results.stage("published_rows", p.rows_equal)
     for rows, experts in ROWS[2:]:
         name = f"rows {rows} experts {experts}"

@@ -49,6 +49,7 @@ def main() -> None:
     from deepdraft.checkpoint.config import parse_args
     from deepdraft.engine.dummy import DummyTensor, DummyWeights, dummy_args
     from deepdraft.kernels import layout
+    from deepdraft.kernels.accept import Reports
     from deepdraft.models.v41_buffers import DeviceCaches
     from deepdraft.models.v41_draft import DeviceDrafter
     from deepdraft.models.v41_loop import DeviceLoop, DeviceSettings
@@ -99,6 +100,8 @@ def main() -> None:
             width=width,
             drafter=DeviceDrafter(weights, caches) if width > 1 else None,
         )
+        ring, counter = loop.reports.ring, loop.reports.step
+        loop.reports = Reports(ring.to("meta"), counter.to("meta"), counter)
         compiled.clear()
         loop.run()
         names: dict[str, set] = {}

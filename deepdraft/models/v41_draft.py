@@ -19,7 +19,7 @@ from torch import Tensor
 from deepdraft.errors import ConfigError
 from deepdraft.kernels import attention, cache, gemv, mhc, rows
 from deepdraft.models.v41_buffers import DeviceCaches, RowInputs
-from deepdraft.models.v41_step import Flow, Output, attention_out, run_experts, run_mix
+from deepdraft.models.v41_step import Flow, Lanes, Output, attention_out, run_experts, run_mix
 from deepdraft.models.v41_weights import DrafterWeights, ModelWeights
 
 
@@ -34,13 +34,16 @@ class DraftPass:
 class DeviceDrafter:
     """The drafter over the rings of `caches`."""
 
-    def __init__(self, weights: ModelWeights, caches: DeviceCaches) -> None:
+    def __init__(
+        self, weights: ModelWeights, caches: DeviceCaches, *, side_lanes: bool = True
+    ) -> None:
         if weights.drafter is None:
             raise ConfigError("this model was loaded without its drafter")
         self.weights, self.caches, self.args = weights, caches, weights.args
         self.drafter: DrafterWeights = weights.drafter
         self.first_mix = torch.zeros(1, self.args.hc_mult, device=weights.device)
         self.first_mix[0, 0] = 1.0
+        self.lanes = Lanes(weights.device, on=side_lanes)
         self.first_ring = self.args.num_hidden_layers
 
     def feed(self, taps: Tensor, cos: Tensor, sin: Tensor, dest: Tensor) -> None:
@@ -76,7 +79,8 @@ class DeviceDrafter:
         flow = Flow(x, pre=self.first_mix.expand(len(inputs), -1).contiguous())
         for number, layer in enumerate(w.layers):
             _, _, u_quant = flow.enter(layer.attn_norm, eps)
-            coef = run_mix(flow.x, layer.mix_attn, args)
+            with self.lanes.aside("mix"):
+                coef = run_mix(flow.x, layer.mix_attn, args)
             attn, window = layer.attention, self.caches.window[self.first_ring + number]
             rank = attn.q_norm.shape[0]
             latents = gemv.gemv(u_quant, attn.w_in)
@@ -88,10 +92,15 @@ class DeviceDrafter:
             o = attention.sparse_attention(
                 query, cos, sin, window, lists, attn.sink, scale=args.head_dim**-0.5
             )
-            flow.leave(coef, attention_out(o, attn))
+            y = attention_out(o, attn)
+            self.lanes.join("mix")
+            flow.leave(coef, y)
             _, v, v_quant = flow.enter(layer.ffn_norm, eps)
-            coef = run_mix(flow.x, layer.mix_ffn, args)
-            flow.leave(coef, *run_experts(v, v_quant, inputs.positions, layer.experts, args))
+            with self.lanes.aside("mix"):
+                coef = run_mix(flow.x, layer.mix_ffn, args)
+            made = run_experts(v, v_quant, inputs.positions, layer.experts, args, self.lanes)
+            self.lanes.join("mix")
+            flow.leave(coef, *made)
         hidden = x.new_empty(len(inputs), args.hidden_size)
         _, h, _ = flow.enter(w.norm, eps, hidden)
         return DraftPass(gemv.gemv(h, weights.head, dtype=torch.float32), hidden)

@@ -11,7 +11,8 @@ width, M = (2 + S) S mix coefficients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -98,6 +99,35 @@ class Flow:
         return self.x, u, quant
 
 
+class Lanes:
+    """Side streams for work that is not on the way to the next launch: mix coefficients, the shared
+    expert, cache writes. Captured, they are branches of the graph.
+
+    Memory rule: what a side lane reads must live until the lane is joined, and what it makes is
+    used after that.
+    """
+
+    def __init__(self, device: torch.device, *, on: bool) -> None:
+        on = on and device.type == "cuda"
+        self._streams = {n: torch.cuda.Stream(device) for n in ("mix", "side")} if on else {}
+
+    @contextlib.contextmanager
+    def aside(self, name: str) -> Iterator[None]:
+        """Launches inside follow what was launched before; nothing follows them until `join`."""
+        if not self._streams:
+            yield
+            return
+        lane = self._streams[name]
+        lane.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(lane):
+            yield
+
+    def join(self, name: str) -> None:
+        """What is launched next follows the lane."""
+        if self._streams:
+            torch.cuda.current_stream().wait_stream(self._streams[name])
+
+
 Observer = Callable[[str, Tensor], None]
 """Sees named results of a step (tests)."""
 
@@ -126,6 +156,7 @@ def run_experts(
     positions: Tensor,
     w: ExpertWeights,
     args: V41Args,
+    lanes: Lanes,
     forced: Tensor | None = None,
     skip: Skip = frozenset(),
 ) -> tuple[Tensor, Tensor]:
@@ -133,28 +164,36 @@ def run_experts(
 
     forced int32 [R, K]: these experts instead of the router's choice (measurements).
     """
+    limit = args.swiglu_limit
+    shared_out = v
+    if "shared" not in skip:
+        with lanes.aside("side"):
+            shared = moe.swiglu_rows(gemv.gemv(v_quant, w.shared13), limit=limit)
+            shared_out = gemv.gemv(shared, w.shared2)
     logits = gemv.gemv(v, w.gate, dtype=torch.float32)
     picks, weights = routing.route(
         logits, w.bias, positions, k=w.picks, scale=args.routed_scaling_factor,
         temperature=args.gate_temp,
     )  # fmt: skip
-    listed = moe.expert_list(picks if forced is None else forced)
-    limit = args.swiglu_limit
-    shared_out = v
-    if "shared" not in skip:
-        shared = moe.swiglu_rows(gemv.gemv(v_quant, w.shared13), limit=limit)
-        shared_out = gemv.gemv(shared, w.shared2)
     if "experts" in skip:
-        return v.new_zeros(v.shape[0], w.picks, v.shape[1]), shared_out
-    up = moe.routed_up(v_quant, listed, weights, w.w13, limit=limit)
-    return moe.routed_down(up, listed, w.w2, picks=w.picks), shared_out
+        y = v.new_zeros(v.shape[0], w.picks, v.shape[1])
+    else:
+        listed = moe.expert_list(picks if forced is None else forced)
+        up = moe.routed_up(v_quant, listed, weights, w.w13, limit=limit)
+        y = moe.routed_down(up, listed, w.w2, picks=w.picks)
+    if "shared" not in skip:
+        lanes.join("side")
+    return y, shared_out
 
 
 class DeviceStep:
     """The backbone and its head over the caches of `caches`."""
 
-    def __init__(self, weights: ModelWeights, caches: DeviceCaches) -> None:
+    def __init__(
+        self, weights: ModelWeights, caches: DeviceCaches, *, side_lanes: bool = True
+    ) -> None:
         self.weights, self.caches = weights, caches
+        self.lanes = Lanes(weights.device, on=side_lanes)
         self.args = args = weights.args
         self.first_mix = torch.zeros(1, args.hc_mult, dtype=torch.float32, device=weights.device)
         self.first_mix[0, 0] = 1.0
@@ -193,16 +232,22 @@ class DeviceStep:
         _, u, u_quant = flow.enter(w.attn_norm, eps)
         self._note(f"L{layer}.stream_in", flow.x)
         self._note(f"L{layer}.attn_in", u)
-        coef = run_mix(flow.x, w.mix_attn, args, skip)
+        with self.lanes.aside("mix"):
+            coef = run_mix(flow.x, w.mix_attn, args, skip)
         y = self._attention(layer, args.roles[layer], w.attention, u, u_quant, places, skip)
+        self.lanes.join("mix")
         flow.leave(coef, y)
         self._note(f"L{layer}.attn_out", y)
         _, v, v_quant = flow.enter(w.ffn_norm, eps)
         self._note(f"L{layer}.ffn_in", v)
-        coef = run_mix(flow.x, w.mix_ffn, args, skip)
+        with self.lanes.aside("mix"):
+            coef = run_mix(flow.x, w.mix_ffn, args, skip)
         forced = None if self.forced is None else self.forced[layer]
-        positions = places.inputs.positions
-        flow.leave(coef, *run_experts(v, v_quant, positions, w.experts, args, forced, skip))
+        made = run_experts(
+            v, v_quant, places.inputs.positions, w.experts, args, self.lanes, forced, skip
+        )
+        self.lanes.join("mix")
+        flow.leave(coef, *made)
 
     def place(self, inputs: RowInputs) -> Places:
         """Addresses of the rows; their ids join the sequences' tokens."""
@@ -249,19 +294,23 @@ class DeviceStep:
         turn = places.turn(1 if role.ratio else 0)
         window = caches.window[layer]
         rank = w.q_norm.shape[0]
+        raw = None
+        if w.raw is not None:
+            with self.lanes.aside("side"):
+                raw = gemv.gemv(u, w.raw, dtype=torch.float32)
+                if role.owns_kv:
+                    self._write_entry(layer, role, w, raw, places)
         latents = gemv.gemv(u_quant, w.w_in)
+        with self.lanes.aside("side"):
+            cache.write_entries(
+                "window", latents, w.kv_norm, *turn, places.of("window"), window, norm_eps=eps,
+                start=rank,
+            )  # fmt: skip
         _, c_quant = mhc.norm_rows(latents, w.q_norm, rank, norm_eps=eps)
         query = gemv.gemv(c_quant, w.w_query)
-        cache.write_entries(
-            "window", latents, w.kv_norm, *turn, places.of("window"), window, norm_eps=eps,
-            start=rank,
-        )  # fmt: skip
+        self.lanes.join("side")
         main = chosen = None
         if role.ratio:
-            raw = None if w.raw is None else gemv.gemv(u, w.raw, dtype=torch.float32)
-            if role.owns_kv:
-                assert raw is not None
-                self._write_entry(layer, role, w, raw, places)
             if role.runs_indexer and ("index" not in skip or not places.selected):
                 assert raw is not None
                 places.selected[layer] = self._select(layer, role, w, query, raw, places)
