@@ -11,6 +11,7 @@ import { CodeBlock } from "./code.js";
 const MAX_DEPTH = 8;
 const WINDOW = 2000; // how far the end of an emphasis or a link is looked for
 const APPEND_FROM = 400; // paragraphs longer than this are appended to
+const TELLING = 24; // characters of a line that surely say what it begins
 
 const FENCE = /^( {0,3})(`{3,}|~{3,})[ \t]*([^\s`]*)[^`]*$/;
 const PAGE = /^\s{0,3}<(?:!doctype\s+html|html[\s>])/i;
@@ -106,6 +107,31 @@ function itemEnd(get, count, i) {
   return { first: i, last, next: last };
 }
 
+// Whether a line that is still being written already says what it begins.
+function telling(line, kind) {
+  if (!line.trim() || kind === "table" || /^ {0,3}`{3}/.test(line)) return false;
+  return line.length >= TELLING || /^ {0,3}(?:>|#{1,6}[ \t]+\S)/.test(line) || /^\p{L}/u.test(line)
+    || /^ {0,3}(?:[-*+]|\d{1,9}[.)])[ \t]+[^\s*\-_]/.test(line);
+}
+
+// Whether nothing that may still come can change a block any more. `ended`: the last line is whole.
+function isClosed(text, lines, block, ended) {
+  const { kind, next } = block;
+  const whole = (j) => j < lines.length - 1 || ended;
+  if (kind === "heading" || kind === "rule") return whole(block.first);
+  for (let j = next; j < lines.length; j++) {
+    const line = text.slice(...lines[j]);
+    if (!line.trim()) {
+      if (whole(j) && kind !== "item") return true;
+      continue;
+    }
+    // A table shows by its second line.
+    if (line.includes("|") && !whole(j + 1)) return false;
+    return whole(j) || telling(line, kind);
+  }
+  return false;
+}
+
 const strip = (text, [a, b], pattern) => {
   const found = pattern.exec(text.slice(a, b));
   return [found ? a + found[0].length : a, b];
@@ -136,6 +162,7 @@ class Inline {
     }
     this.s = segments.map(([a, b]) => track.text.slice(a, b)).join("\n");
     this.failed = Infinity; // the first mark whose other end may still come
+    this.links = [-1, -1]; // a place, and where "](" is next from there on
   }
 
   // parent null: nothing is drawn.
@@ -163,7 +190,7 @@ class Inline {
       const span = depth < MAX_DEPTH ? this.span(found[0], i, end, depth) : null;
       if (!span) {
         if (depth === 0 && i > end - WINDOW) this.failed = Math.min(this.failed, i);
-        i += found[0] === "`" ? this.run(i, end) : 1;
+        i += "`*_~".includes(found[0]) ? this.run(i, end) : found[0].length;
         continue;
       }
       put(i);
@@ -250,6 +277,7 @@ class Inline {
   link(i, end, depth, image) {
     const s = this.s, open = i + (image ? 2 : 1);
     const most = Math.min(end, i + WINDOW);
+    if (this.turn(i) >= most) return null;
     let level = 1, j = open;
     for (; j < most && level; j++) {
       if (s[j] === "\\") j++;
@@ -257,7 +285,7 @@ class Inline {
       else if (s[j] === "]") level--;
     }
     if (level || s[j] !== "(") return null;
-    const rest = /^\(\s*<?([^\s<>)]*(?:\([^\s<>()]*\)[^\s<>)]*)*)>?(?:\s+"[^"]*")?\s*\)/.exec(
+    const rest = /^\(\s*<?([^\s<>()]*(?:\([^\s<>()]*\)[^\s<>()]*)*)>?(?:\s+"[^"]*")?\s*\)/.exec(
       s.slice(j, Math.min(end, j + WINDOW)),
     );
     if (!rest) return null;
@@ -272,7 +300,17 @@ class Inline {
     return { next: j + rest[0].length, draw };
   }
 
+  // Where the middle of the next link is; looked for once for all brackets before it.
+  turn(i) {
+    if (!(this.links[0] <= i && i <= this.links[1])) {
+      const at = this.s.indexOf("](", i);
+      this.links = [i, at < 0 ? Infinity : at];
+    }
+    return this.links[1];
+  }
+
   address(mark, i, end) {
+    if (mark === "<" && !/[hm]/.test(this.s[i + 1] ?? "")) return null;
     const s = this.s.slice(i, Math.min(end, i + WINDOW));
     let from = 0, found;
     if (mark === "<") {
@@ -331,7 +369,7 @@ export class MarkdownView {
         this.root.append(this.code.node);
         continue;
       }
-      const open = block.next >= lines.length && !final;
+      const open = !final && !isClosed(this.track.text, lines, block, this.track.text[limit - 1] === "\n");
       if (block.kind === "paragraph") this.growParagraph(lines.slice(block.first, block.last), open, limit);
       else this.redraw(lines, block, open);
       if (open) return;
@@ -340,7 +378,10 @@ export class MarkdownView {
   }
 
   drop() {
+    const list = this.tail?.parentNode;
     this.tail?.remove();
+    // What looked like an item may have been the only one of its list.
+    if (list && list !== this.root && !list.childNodes.length) list.remove();
     this.tail = null;
     this.paragraph = null;
   }
@@ -348,11 +389,8 @@ export class MarkdownView {
   // Draws one block in place of the last one.
   redraw(lines, block, open) {
     this.drop();
-    const before = this.root.lastElementChild;
     const node = this.block(this.root, lines, block, 0);
     if (open) this.tail = node;
-    // An item that goes back into its list leaves the list to later items.
-    if (open && before && node.parentNode !== this.root) this.tail = node;
   }
 
   growParagraph(segments, open, limit) {
@@ -383,12 +421,16 @@ export class MarkdownView {
 
   // Up to where a growing paragraph can change no more, or 0.
   settled(inline, segments, limit) {
-    const [a, b] = segments[segments.length - 1];
-    const first = this.track.text.slice(...segments[0]);
-    if (inline.s.length < APPEND_FROM || (segments.length === 1 && first.includes("|"))) return 0;
+    if (inline.s.length < APPEND_FROM) return 0;
     inline.parse(null);
-    // The last line may turn out to begin another block while it is short.
-    const sure = b === limit && b - a < 24 ? inline.s.length - (b - a) : inline.s.length;
+    let sure = inline.s.length;
+    for (let k = segments.length - 1; k >= 0; k--) {
+      const [a, b] = segments[k];
+      // A short last line may turn out to begin another block, one with a bar a table.
+      const short = b === limit && b - a < TELLING;
+      if (!short && !this.track.text.slice(a, b).includes("|")) break;
+      sure = inline.starts[k];
+    }
     const most = Math.min(sure, inline.failed);
     return inline.s.lastIndexOf(" ", most - 1) + 1;
   }

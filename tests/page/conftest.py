@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import Live, make_live, make_toy
+from tests.server.toy import reply
 
 __all__ = ["make_live", "make_toy"]
 
@@ -57,6 +58,11 @@ class Opened:
         self.page.goto(live.url)
         self.page.wait_for_selector(".dot.up", state="attached")
 
+    def say(self, answer: str) -> None:
+        """What the toy answers; tokenised once, as the fake runner asks for it at every row."""
+        ids = reply(self.toy.tokenizer, answer)
+        self.toy.runner.script = lambda prompt: ids
+
     def send(self, text: str = "Hi") -> None:
         """Asks, as by hand."""
         self.page.fill("#prompt", text)
@@ -65,7 +71,7 @@ class Opened:
     def ask(self, text: str = "Hi", answer: str | None = None) -> Any:
         """Asks and waits for the answer's end; returns the last answer's article."""
         if answer is not None:
-            self.toy.say(answer)
+            self.say(answer)
         count = self.page.locator("article.answer").count()
         self.send(text)
         self.page.locator("article.answer").nth(count).wait_for()
@@ -111,7 +117,7 @@ class Stranger:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                stranger.visits.append(self.path)
+                stranger.visits.append(self.path.split("?")[0])
                 body = stranger.pages.get(self.path, "").encode()
                 self.send_response(200)
                 self.send_header("content-type", "text/html; charset=utf-8")
@@ -125,7 +131,11 @@ class Stranger:
             def log_message(self, format: str, *args: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        class Server(ThreadingHTTPServer):
+            def handle_error(self, request: Any, client_address: Any) -> None:
+                """A browser that leaves in the middle is no error."""
+
+        self._server = Server(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)

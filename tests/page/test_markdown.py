@@ -1,0 +1,148 @@
+"""Markdown: what is drawn, and that drawing as it grows gives what drawing at once gives."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import Live
+
+DRAW = """async ([source, cuts, tokens]) => {
+  const { MarkdownView } = await import("./page/markdown.js");
+  const { Track } = await import("./page/tokens.js");
+  const root = document.createElement("div");
+  const track = new Track();
+  const view = new MarkdownView(root, track, () => {});
+  let from = 0;
+  for (const cut of [...cuts, source.length]) {
+    track.append(source.slice(from, cut));
+    if (tokens) for (let i = from; i < cut; i += 3) {
+      const text = source.slice(i, Math.min(i + 3, cut));
+      track.push({ text, origin: "plain", step: { index: 0 } });
+    }
+    from = cut;
+    track.align(false);
+    view.update(false);
+  }
+  track.align(true);
+  view.update(true);
+  for (const span of root.querySelectorAll(".t, .lines")) span.replaceWith(...span.childNodes);
+  root.normalize();
+  for (const bar of root.querySelectorAll(".code-bar")) bar.remove();
+  return root.innerHTML.replace(/ (tabindex|role|aria-label|class|target|rel|title)="[^"]*"/g, "");
+}"""
+
+CASES = {
+    "emphasis": (
+        "*a* **b** ***c*** ~~d~~ _e_ __f__ `g` a*b*c snake_case_name 2*3*4 \\*no\\*",
+        "<p><em>a</em> <strong>b</strong> <strong><em>c</em></strong> <del>d</del> <em>e</em> "
+        "<strong>f</strong> <code>g</code> a<em>b</em>c snake_case_name 2<em>3</em>4 *no*</p>",
+    ),
+    "nesting": (
+        "**bold *and* `code`** *a **b** c*",
+        "<p><strong>bold <em>and</em> <code>code</code></strong> "
+        "<em>a <strong>b</strong> c</em></p>",
+    ),
+    "unclosed": ("**a *b `c [d](e", "<p>**a *b `c [d](e</p>"),
+    "headings": (
+        "# One\n## Two ##\ntext\n####### no",
+        "<h3>One</h3><h4>Two</h4><p>text\n####### no</p>",
+    ),
+    "lists": (
+        "- a\n- b\n  - c\n    more\n- d\n\n1. one\n2. two\n\ntext",
+        "<ul><li><p>a</p></li><li><p>b</p><ul><li><p>c\nmore</p></li></ul></li>"
+        "<li><p>d</p></li></ul><ol><li><p>one</p></li><li><p>two</p></li></ol><p>text</p>",
+    ),
+    "a list that begins later": (
+        "3. c\n4. d",
+        '<ol start="3"><li><p>c</p></li><li><p>d</p></li></ol>',
+    ),
+    "quotes": (
+        "> a\n> > b\n> - c\n\nd",
+        "<blockquote><p>a</p><blockquote><p>b</p></blockquote>"
+        "<ul><li><p>c</p></li></ul></blockquote><p>d</p>",
+    ),
+    "code": (
+        "```py\nif a < b:\n\n    *c*\n```\ntext\n~~~\nopen",
+        "<div><pre><code>if a &lt; b:\n\n    *c*\n</code></pre></div><p>text</p>"
+        "<div><pre><code>open</code></pre></div>",
+    ),
+    "code in a list": (
+        "- a\n  ```\n  x\n    y\n  ```\n- b",
+        "<ul><li><p>a</p><div><pre><code>x\n  y\n</code></pre></div></li><li><p>b</p></li></ul>",
+    ),
+    "longer fences": ("````\n```\n````\nx", "<div><pre><code>```\n</code></pre></div><p>x</p>"),
+    "tables": (
+        "| a | b |\n|---|--:|\n| 1 | **2** |\n| x \\| y |\n\nend",
+        "<div><table><thead><tr><th>a</th><th>b</th></tr></thead><tbody><tr><td>1</td>"
+        "<td><strong>2</strong></td></tr><tr><td>x | y</td></tr></tbody></table></div><p>end</p>",
+    ),
+    "links": (
+        "[a](https://e.example/x) <https://e.example/> https://e.example/y, [b](/c) ![d](e.png)",
+        '<p><a href="https://e.example/x">a</a> '
+        '<a href="https://e.example/">https://e.example/</a> '
+        '<a href="https://e.example/y">https://e.example/y</a>, <span>b</span> <span>d</span></p>',
+    ),
+    "rules": ("a\n\n---\n\n***\nb", "<p>a</p><hr><hr><p>b</p>"),
+    "paragraphs": ("a\nb\n\n\n\nc\n", "<p>a\nb</p><p>c</p>"),
+    "a page": (
+        "Here:\n<!DOCTYPE html>\n<html>\n\n<p>*x*</p>\n</html>\nDone.",
+        "<p>Here:</p><div><pre><code>"
+        "&lt;!DOCTYPE html&gt;\n&lt;html&gt;\n\n&lt;p&gt;*x*&lt;/p&gt;\n"
+        "&lt;/html&gt;</code></pre></div><p>Done.</p>",
+    ),
+    "nothing": ("", ""),
+    "only space": ("\n \n", ""),
+}
+
+
+@pytest.fixture
+def draw(browser: Any, make_live: Any) -> Iterator[Any]:
+    """Draws a source that comes in pieces, and returns the markup without tokens and labels."""
+    live: Live = make_live()
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(live.url)
+
+    def drawn(source: str, cuts: list[int] | None = None, tokens: bool = False) -> str:
+        return page.evaluate(DRAW, [source, cuts or [], tokens])
+
+    yield drawn
+    context.close()
+
+
+def test_what_is_drawn(draw: Any) -> None:
+    for name, (source, expected) in CASES.items():
+        assert draw(source) == expected, name
+
+
+def test_growing_gives_the_same(draw: Any) -> None:
+    """Cut anywhere, with tokens laid over it and without."""
+    rng = random.Random(7)
+    long = " ".join(
+        f"word{i} *em {i}* `code {i}`" if i % 9 == 0 else f"word{i}" for i in range(300)
+    )
+    sources = [source for source, _ in CASES.values()] + [
+        "\n\n".join(source for source, _ in CASES.values() if not source.startswith("```py")),
+        long,
+        f"{long}\nnext line\n\n{long} **open",
+        "- " + long + "\n- b",
+    ]
+    for source in sources:
+        whole = draw(source)
+        assert draw(source, [], True) == whole
+        every = list(range(1, len(source), max(1, len(source) // 150)))
+        assert draw(source, every) == whole, source[:80]
+        assert draw(source, every, True) == whole, source[:80]
+        for _ in range(3):
+            cuts = sorted(rng.sample(range(len(source) + 1), min(len(source), 9)))
+            assert draw(source, cuts, rng.random() < 0.5) == whole, (source[:80], cuts)
+
+
+def test_long_hostile_marks(draw: Any) -> None:
+    """Marks without another end do not make drawing quadratic: Playwright's limit would end it."""
+    for mark in ("[", "*", "_", "`", "*_", "**a ", "[](", "~~", "> ", "|", "<", "![", "\\"):
+        source = "a " + mark * (20_000 // len(mark))
+        drawn = draw(source, list(range(0, len(source), 2000)), True)
+        assert len(drawn) > 1000, mark
