@@ -303,7 +303,10 @@ class _Reading:
         self._read(self.first, renew=True)
 
     def _read_more(self) -> None:
-        link = self.join()
+        try:
+            link = self.join()
+        except (OSError, SnapshotError):
+            return  # the first connection reads everything, or says what is wrong
         with self.lock:
             self.links.append(link)
             failed = self.error is not None
