@@ -155,12 +155,10 @@ class Drafter:
         last = f"mtp.{count - 1}"
         self.blocks = [DraftBlock(args, weights, m, num) for m in range(count)]
         self.main_proj = weights.linear("mtp.0.main_proj.weight")
-        self.join_main = weights.join("mtp.0.main_proj.weight")
         self.main_norm = weights.vector("mtp.0.main_norm.weight")
         self.norm = weights.vector(f"{last}.norm.weight")
         self.markov_embed = weights.vector(f"{last}.markov_head.embed.weight")
         self.markov_head = weights.linear(f"{last}.markov_head.head.weight")
-        self.join_markov = weights.join(f"{last}.markov_head.head.weight")
         self.join_head = weights.join("head.weight")
         self.confidence = weights.vector(f"{last}.confidence_head.proj.weight").view(-1)
 
@@ -170,7 +168,7 @@ class Drafter:
     def condition(self, taps: Tensor) -> Tensor:
         """taps [n, taps * D] -> mu [n, D] (notes 6.1)."""
         num = self.num
-        mu = num.act(self.join_main(num.fp8(num.act(taps)) @ self.main_proj))
+        mu = num.act(num.fp8(num.act(taps)) @ self.main_proj)
         return num.act(rms_norm(mu, self.main_norm, self.args.rms_norm_eps))
 
     def feed(self, state: SequenceState, taps: Tensor, first: int) -> None:
@@ -281,7 +279,7 @@ class Drafter:
         hidden = torch.stack([start.hidden[b] for start in starts])
         both = torch.cat([hidden, e], 1)
         bias = torch.mm(e.expand(2, -1) if q == 1 else e, self.markov_head)
-        bias = self.join_markov(bias)[:q]
+        bias = bias[:q]
         logits = torch.stack([start.base_logits[b] for start in starts]).add_(bias)
         return Refined(logits, both.mul_(self.confidence).sum(1))
 

@@ -190,3 +190,22 @@ class _Emulated:
         turns.wait(self.rank)
         assert all(part is not None for part in parts)
         return parts  # type: ignore[return-value]
+
+
+def symmetric_mailbox(size: int, capacity: int) -> tuple[Tensor, list[int]]:
+    """A mailbox for `kernels.one_shot` in symmetric memory, int64 [2, size, capacity] zeros, and
+    the addresses of all ranks' mailboxes.
+
+    Every rank of the process group (NCCL) calls it. Multicast stays off. Raises RuntimeError where
+    peers' memory cannot be reached. Keep the tensor: it is the memory.
+    """
+    import torch.distributed._symmetric_memory as symmetric
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    own = symmetric.empty(2 * size * capacity, dtype=torch.int64, device=device)
+    own.zero_()
+    name: Any = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    handle = symmetric.rendezvous(own, name)
+    torch.cuda.synchronize(device)
+    handle.barrier()
+    return own.view(2, size, capacity), list(handle.buffer_ptrs)

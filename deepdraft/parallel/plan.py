@@ -53,12 +53,11 @@ V41_CUTS: dict[str, Cut] = {
     "engram.embed": Cut(ROWS, "hash tables"),
     "engram.wkv": Cut(COLUMNS, "hash tables", "sum"),
     "head": Cut(ROWS, "vocabulary", "gather"),
-    "main_proj": Cut(ROWS, "hidden", "gather"),
-    "markov_head.head": Cut(ROWS, "vocabulary", "gather"),
 }
 """By name without layer, expert number and the last part (weight or scale). All others are whole on
 every rank: embeddings (read row by row), norms, wq_a and wkv, indexers and compressors, routers,
-residual mixes."""
+residual mixes, and the drafter's input map and Markov head, which are cheaper to read than to
+exchange."""
 
 _LAYER = re.compile(r"^(layers|mtp)\.\d+\.")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -96,11 +95,6 @@ def v41_dims(args: V41Args) -> dict[str, Dim]:
             orders * heads,
             f"an Engram layer has {orders * heads} hash tables "
             f"(engram_max_ngram_size - 1 = {orders}, engram_n_heads = {heads})",
-        )
-    if args.num_nextn_predict_layers:
-        d = args.hidden_size
-        dims["hidden"] = Dim(
-            d // GROUP, f"hidden_size = {d} is {d // GROUP} groups of {GROUP} (the drafter's input)"
         )
     return dims
 

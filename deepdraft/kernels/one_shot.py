@@ -1,0 +1,272 @@
+"""Sums and joins over the ranks of one host in one kernel: peers' memory, tagged words, no library.
+
+Owns: the mailboxes, the kernel, the error word. Knows nothing of: processes, what is summed.
+
+Every rank writes its float32 values, each with the number of the exchange, as 8-byte words into a
+mailbox of every other rank, and waits on its own memory until the words of all ranks carry that
+number. Then it adds them in rank order, or puts them side by side. A word arrives whole, so there
+are no flags, fences or clearing; two mailboxes in turn suffice, because a rank can be at most one
+exchange ahead of another (to end exchange k + 1 it needs the others' words, which they send after
+they have read those of k).
+
+Contract: the sum is `parallel.group.rank_order_sum` bit for bit, on every rank. Every wait is
+bounded: a rank that waits too long sets the error word, gives NaN, and waits no more in later
+exchanges until the word is cleared. The word is 0; 1 + r: rank r's words did not come; 256 + r:
+this rank's own values were not finite.
+
+The number of an exchange is `count` (in device memory, so a captured graph counts on) plus its
+place in the step; `finish` adds the step's exchanges at its end. All ranks run the same steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepdraft.errors import EngineError
+from deepdraft.kernels.rounding import to_bf16_rne
+from deepdraft.kernels.runtime import INTERPRET, check, launch
+
+NOT_FINITE = 256
+SPIN_LIMIT = 20_000_000
+"""Polls before a wait is given up: 6 seconds on an H200. A rank may compile meanwhile."""
+_SMALL, _LARGE = (128, 1), (1024, 4)
+"""Values of a program and its warps; measured, see bench/results/c-tp2-exchange.json."""
+_MANY = 1 << 16
+_RESIDENT = 16
+"""Programs of either kind that one multiprocessor holds at once."""
+
+
+@triton.jit
+def put_word(ptr, word, inside):
+    """Stores 8-byte words to any GPU's memory, each whole, seen in time by the others' loads."""
+    if INTERPRET:
+        tl.store(ptr, word, mask=inside)
+    else:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.relaxed.sys.global.b64 [$1], $2; "
+            "mov.b32 $0, 0; }",
+            "=&r,l,l,r",
+            [ptr.to(tl.int64), word, inside.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def get_word(ptr, inside):
+    """Loads 8-byte words past the caches that other GPUs do not write through; 0 outside."""
+    if INTERPRET:
+        return tl.load(ptr, mask=inside, other=0)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b64 $0, 0; "
+            "@p ld.relaxed.sys.global.b64 $0, [$1]; }",
+            "=&l,l,r",
+            [ptr.to(tl.int64), inside.to(tl.int32)],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def own_values(x_ptr, shared_ptr, at, inside, WIDTH, PICKS: tl.constexpr):
+    """float32 x as it stands, or bf16 picks [R, PICKS, WIDTH] added in order, then shared."""
+    if PICKS == 0:
+        return tl.load(x_ptr + at, mask=inside, other=0.0)
+    else:
+        row, column = (at // WIDTH).to(tl.int64), at % WIDTH
+        x_ptr += row * PICKS * WIDTH + column
+        total = tl.load(x_ptr, mask=inside, other=0.0).to(tl.float32)
+        for k in tl.static_range(1, PICKS):
+            total += tl.load(x_ptr + k * WIDTH, mask=inside, other=0.0).to(tl.float32)
+        return total + tl.load(shared_ptr + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def one_shot_kernel(
+    x_ptr, shared_ptr, out_ptr, boxes_ptr, count_ptr, error_ptr, SLOT, N, WIDTH, CAPACITY, LIMIT,
+    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PICKS: tl.constexpr,
+    GATHER: tl.constexpr, ROUND: tl.constexpr, PUSH: tl.constexpr, COLLECT: tl.constexpr,
+):  # fmt: skip
+    tag = (tl.load(count_ptr) + SLOT + 1).to(tl.int32)
+    parity = tag & 1
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < N
+    x = own_values(x_ptr, shared_ptr, at, inside, WIDTH, PICKS)
+    if PUSH:
+        bits = x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+        word = (tag.to(tl.int64) << 32) | bits
+        for step in tl.static_range(1, SIZE):
+            box = tl.load(boxes_ptr + (RANK + step) % SIZE).to(tl.pointer_type(tl.int64))
+            put_word(box + (parity * SIZE + RANK) * CAPACITY + at, word, inside)
+        finite = tl.abs(x) < float("inf")
+        if tl.sum((inside & ~finite).to(tl.int32), axis=0) > 0:
+            tl.atomic_cas(error_ptr, 0, 256 + RANK)
+    if COLLECT:
+        own = tl.load(boxes_ptr + RANK).to(tl.pointer_type(tl.int64))
+        limit = tl.where(tl.load(error_ptr) == 0, LIMIT, 0)
+        total = tl.zeros((BLOCK,), tl.float32)
+        lost = 0
+        # Where GATHER: row by row, the ranks' WIDTH values side by side.
+        to = (at // WIDTH).to(tl.int64) * (SIZE * WIDTH) + at % WIDTH
+        for source in tl.static_range(SIZE):
+            if source == RANK:
+                part = x
+            else:
+                place = own + (parity * SIZE + source) * CAPACITY + at
+                word = get_word(place, inside)
+                missing = tl.sum((inside & ((word >> 32).to(tl.int32) != tag)).to(tl.int32), axis=0)
+                spins = 0
+                while (missing > 0) & (spins < limit):
+                    word = get_word(place, inside)
+                    late = inside & ((word >> 32).to(tl.int32) != tag)
+                    missing = tl.sum(late.to(tl.int32), axis=0)
+                    spins += 1
+                part = word.to(tl.int32).to(tl.float32, bitcast=True)
+                if missing > 0:
+                    lost = source + 1
+                    part = tl.full((BLOCK,), float("nan"), tl.float32)
+            if GATHER:
+                tl.store(out_ptr + to + source * WIDTH, part, mask=inside)
+            else:
+                total = part if source == 0 else total + part
+        if lost > 0:
+            tl.atomic_cas(error_ptr, 0, lost)
+        if ROUND:
+            tl.store(out_ptr + at, to_bf16_rne(total), mask=inside)
+        elif not GATHER:
+            tl.store(out_ptr + at, total, mask=inside)
+
+
+@triton.jit
+def advance_kernel(count_ptr, SLOTS):
+    tl.store(count_ptr, tl.load(count_ptr) + SLOTS)
+
+
+class OneShot:
+    """One rank's side: mailboxes, counter, error word, and the exchanges of a step."""
+
+    def __init__(
+        self,
+        rank: int,
+        boxes: Sequence[int],
+        own: Tensor,
+        *,
+        limit: int = SPIN_LIMIT,
+        plan: tuple[int, int] | None = None,
+        between: Callable[[], object] | None = None,
+    ) -> None:
+        """`boxes`: device address of every rank's mailbox, in rank order, reachable from here;
+        `own`: this rank's, int64 [2, ranks, capacity], zeros. `plan`: values of a program and its
+        warps, the same on all ranks. `between`: for ranks that are emulated in turn: words are sent
+        before it is called and awaited after it has returned."""
+        size = len(boxes)
+        if own.dtype != torch.int64 or own.shape[:2] != (2, size) or not own.is_contiguous():
+            raise ValueError(f"a mailbox of {size} ranks is int64 [2, {size}, n], got {own.shape}")
+        self.rank, self.size, self.limit, self.between = rank, size, limit, between
+        self._plan, self._own, self.capacity = plan, own, own.shape[2]
+        device = own.device
+        self._boxes = torch.tensor(boxes, dtype=torch.int64, device=device)
+        self.count = torch.zeros(1, dtype=torch.int32, device=device)
+        self.error = torch.zeros(1, dtype=torch.int32, device=device)
+        """The error word; read it after a step, clear it with zero_()."""
+        self._slot = 0
+        self._most = 1 << 30
+        if device.type == "cuda":
+            cores = torch.cuda.get_device_properties(device).multi_processor_count
+            self._most = cores * _RESIDENT
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The ranks' x float32 added in rank order: float32 of x's shape."""
+        out = torch.empty_like(x)
+        self._exchange(x, x, out, x.numel(), x.numel())
+        return out
+
+    def sum_rows(self, x: Tensor) -> Tensor:
+        """The ranks' x float32 [R, N] added in rank order, rounded to bfloat16."""
+        out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+        self._exchange(x, x, out, x.numel(), x.shape[-1], rounded=True)
+        return out
+
+    def sum_picks(self, y: Tensor, shared: Tensor) -> Tensor:
+        """Every rank adds y bfloat16 [R, K, D] in pick order and shared [R, D] last, in float32;
+        these are added in rank order and rounded to bfloat16 [R, D]."""
+        r, k, d = y.shape
+        if y.dtype != torch.bfloat16 or shared.dtype != torch.bfloat16 or shared.shape != (r, d):
+            raise ValueError(f"picks are bfloat16 [R, K, D], shared [R, D], got {shared.shape}")
+        out = torch.empty_like(shared)
+        self._exchange(y, shared, out, r * d, d, picks=k, rounded=True)
+        return out
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The ranks' x float32 [R, N] side by side in rank order: [R, ranks * N]."""
+        r, n = x.shape
+        out = torch.empty(r, n * self.size, dtype=x.dtype, device=x.device)
+        rows = max(1, self.capacity // n)
+        for at in range(0, r, rows):
+            some = x[at : at + rows]
+            self._exchange(some, some, out[at : at + rows], some.numel(), n, gathers=True)
+        return out
+
+    def _exchange(
+        self,
+        x: Tensor,
+        shared: Tensor,
+        out: Tensor,
+        n: int,
+        width: int,
+        *,
+        picks: int = 0,
+        gathers: bool = False,
+        rounded: bool = False,
+    ) -> None:
+        check(x, shared, out, self._own)
+        if n > self.capacity or (not picks and x.dtype != torch.float32):
+            raise ValueError(f"at most {self.capacity} float32 values, got {n} of {x.dtype}")
+        block, warps = self._plan or (_SMALL if n <= _MANY else _LARGE)
+        programs = -(-n // block)
+        if programs > self._most:
+            raise ValueError(
+                f"{programs} programs do not run at once; waiting ones could block those they wait "
+                "for: exchange fewer rows"
+            )
+        phases = ((True, True),) if self.between is None else ((True, False), (False, True))
+        for push, collect in phases:
+            if collect and not push:
+                assert self.between is not None
+                self.between()
+            launch(
+                one_shot_kernel, (programs,),
+                x, shared, out, self._boxes, self.count, self.error, self._slot, n, width,
+                self.capacity, self.limit, RANK=self.rank, SIZE=self.size, BLOCK=block, PICKS=picks,
+                GATHER=gathers, ROUND=rounded, PUSH=push, COLLECT=collect, num_warps=warps,
+            )  # fmt: skip
+        self._slot += 1
+
+    def finish(self) -> None:
+        """The step is over; the next one counts on. Part of what is captured."""
+        if self._slot:
+            launch(advance_kernel, (1,), self.count, self._slot, num_warps=1)
+        self._slot = 0
+
+    def check(self) -> None:
+        """Reads the error word (waits for the device). Raises EngineError."""
+        raise_for(int(self.error.item()))
+
+
+def raise_for(word: int) -> None:
+    """EngineError for an error word that is not 0."""
+    if word >= NOT_FINITE:
+        raise EngineError(
+            f"rank {word - NOT_FINITE} produced NaN or infinity; the device or its memory may be "
+            "faulty"
+        )
+    if word:
+        raise EngineError(f"rank {word - 1} did not answer in an exchange between the GPUs")
