@@ -16,8 +16,21 @@ from deepdraft.spec.schedule import FixedSchedule, ThresholdSchedule
 from deepdraft.text.conversation import Conversation, Message
 from deepdraft.text.prompt import render_chat
 from deepdraft.text.tokenizer import Tokenizer
-from deepdraft.types import GenerateRequest, SamplingParams, SpeculationParams
+from deepdraft.types import GenerateRequest, SamplingParams, SpeculationParams, TokenGrammar
 
+from .json_cases import read, valid
+from .test_grammar import compiled
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "minLength": 1, "maxLength": 8},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "kind": {"enum": ["large", "small"]},
+    },
+    "required": ["city", "count", "kind"],
+    "additionalProperties": False,
+}
 QUESTIONS = (
     "implement the tetris game. output HTML code directly - no explanation.",
     "What is the capital of France?",
@@ -65,6 +78,7 @@ def texts(
     *,
     together: bool,
     num: int = 40,
+    grammar: TokenGrammar | None = None,
     **speculation: object,
 ) -> list[list[int]]:
     streams = []
@@ -75,6 +89,7 @@ def texts(
             sampling=params,
             max_new_tokens=num,
             stop_token_ids=frozenset({1}),
+            grammar=grammar,
             speculation=SpeculationParams(**speculation),  # type: ignore[arg-type]
         )
         stream = engine.generate(request)
@@ -116,6 +131,32 @@ def test_drafted_is_plain_token_for_token(
     assert steps == stats["spec_steps"]
     assert stats["spec_accepted_5"] > 10, "the drafter does not draft"
     assert stats["spec_accepted_0"] > 10, "no draft ever falls"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafted_is_plain_under_a_grammar(
+    runner: Runner, tokenizer: Tokenizer, prompts: list[tuple[int, ...]], temperature: float
+) -> None:
+    """Answers have the form, and drafts stand in it."""
+    grammar = compiled(SCHEMA, tokenizer)
+    params, most = SamplingParams(seed=5, temperature=temperature), 100
+    schedule = FixedSchedule(num_drafts=5)
+    engine = Engine(runner, max_running=4, speculation=Speculation(schedule=schedule))
+    engine.start()
+    try:
+        form = {"together": True, "num": most, "grammar": grammar}
+        plain = texts(engine, prompts, params, **form, num_drafts=0)  # type: ignore[arg-type]
+        drafted = texts(engine, prompts, params, **form)  # type: ignore[arg-type]
+        stats = engine.stats()
+    finally:
+        engine.close()
+    assert drafted == plain
+    finished = [ids for ids in plain if len(ids) < most]
+    assert len(finished) >= 2
+    for ids in finished:
+        assert valid(read(tokenizer.decode(ids)), SCHEMA, SCHEMA)
+    assert sum(stats.get(f"spec_accepted_{n}", 0) for n in range(1, 6)) > 5
+    assert stats["spec_drafts"] > 20
 
 
 def test_schedules_do_not_change_coupled_text(
