@@ -237,6 +237,7 @@ class ChatChoice(Choice):
         self._model = model
         self._parser = parser
         self._thinking = thinking
+        self._stops = bool(stops)
         self._matcher = StopMatcher(stops)
         self._hidden_ids = hidden_ids
         self._with_logprobs = logprobs
@@ -270,7 +271,7 @@ class ChatChoice(Choice):
             if self._matcher.matched is None:
                 tail = self._matcher.flush()
                 deltas += [ContentDelta(tail)] if tail else []
-        for delta in deltas:
+        for delta in _joined(deltas) if len(deltas) > 1 else deltas:
             parts += self._show(delta)
         if self._matcher.matched is not None:
             self.finish_reason = "stop"
@@ -312,6 +313,8 @@ class ChatChoice(Choice):
 
     def _filter(self, deltas: list[Delta]) -> list[Delta]:
         """Passes content through the stop matcher; nothing comes after a match."""
+        if not self._stops:
+            return deltas
         kept: list[Delta] = []
         for delta in deltas:
             if self._matcher.matched is not None:
@@ -379,6 +382,20 @@ class ChatChoice(Choice):
             "logprobs": _shown_logprobs(self._logprobs) if self._with_logprobs else None,
             "finish_reason": self.finish_reason,
         }
+
+
+def _joined(deltas: list[Delta]) -> list[Delta]:
+    """Neighbours of one kind of text as one: a step of several tokens is one chunk."""
+    joined = deltas[:1]
+    for delta in deltas[1:]:
+        last = joined[-1]
+        if isinstance(delta, ContentDelta) and isinstance(last, ContentDelta):
+            joined[-1] = ContentDelta(last.text + delta.text)
+        elif isinstance(delta, ReasoningDelta) and isinstance(last, ReasoningDelta):
+            joined[-1] = ReasoningDelta(last.text + delta.text)
+        else:
+            joined.append(delta)
+    return joined
 
 
 def _shown_logprobs(entries: dict[str, list[Json]]) -> Json:

@@ -5,6 +5,7 @@ records that both formats share.
 Knows nothing of: sockets, the engine's thread.
 """
 
+import functools
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -227,8 +228,12 @@ class Job(ABC):
             "system_fingerprint": self.model.fingerprint,
         }
 
+    @functools.cached_property
+    def _chunk_head(self) -> Json:
+        return self._head(self.chunk_kind)
+
     def _chunk(self, choices: list[Json]) -> Json:
-        chunk = {**self._head(self.chunk_kind), "choices": choices}
+        chunk = {**self._chunk_head, "choices": choices}
         if self.include_usage:
             chunk["usage"] = None
         return chunk

@@ -53,6 +53,10 @@ class EventSource(Protocol):
         """The next event; may be cancelled without losing one."""
         ...
 
+    async def batch(self, patience_s: float) -> list[TokenEvent]:
+        """All events at hand; none after `patience_s` of silence."""
+        ...
+
     def cancel(self, request_id: str) -> None:
         """Ends one request early."""
         ...
@@ -79,7 +83,8 @@ async def collect(job: Job, events: EventSource) -> Json:
 async def frames(
     job: Job, events: EventSource, keep_alive_s: float, wire: Wire | None = None
 ) -> AsyncGenerator[bytes]:
-    """The frames of a job's stream, a comment after every `keep_alive_s` of silence.
+    """The frames of a job's stream, those of one moment together; a comment after every
+    `keep_alive_s` of silence.
 
     Errors become a frame. The caller must close this iterator if it stops early.
     """
@@ -88,17 +93,17 @@ async def frames(
         for chunk in wire.opening():
             yield wire.frame(chunk)
         while not job.finished:
-            try:
-                # Not `wait_for`, which would make a task for every token.
-                async with asyncio.timeout(keep_alive_s):
-                    event = await anext(events)
-            except TimeoutError:
+            events_now = await events.batch(keep_alive_s)
+            if not events_now:
                 yield wire.keep_alive
                 continue
-            for chunk in job.push(event):
-                yield wire.frame(chunk)
-            if job.ended_early(event):
-                events.cancel(event.request_id)
+            ready: list[bytes] = []
+            try:
+                _read(job, events, events_now, wire, ready)
+            finally:
+                # What came before a fault is sent before the fault.
+                if ready:
+                    yield b"".join(ready)
         last = job.last_chunk()
         if last is not None:
             yield wire.frame(last)
@@ -113,6 +118,17 @@ async def frames(
         events.close()
     if wire.done:
         yield wire.done
+
+
+def _read(
+    job: Job, events: EventSource, now: list[TokenEvent], wire: Wire, ready: list[bytes]
+) -> None:
+    """Appends the frames of events to `ready`, up to a fault."""
+    for event in now:
+        for chunk in job.push(event):
+            ready.append(wire.frame(chunk))
+        if job.ended_early(event):
+            events.cancel(event.request_id)
 
 
 class StreamResponse(Response):

@@ -353,8 +353,10 @@ class OutputParser:
 
     def _append(self, delta: Delta) -> None:
         """Add to this push's deltas, joined to the last one where both are of one kind."""
-        last = self._out[-1] if self._out else None
-        match last, delta:
+        if not self._out:
+            self._out.append(delta)
+            return
+        match self._out[-1], delta:
             case (ReasoningDelta(a), ReasoningDelta(b)):
                 self._out[-1] = ReasoningDelta(a + b)
             case (ContentDelta(a), ContentDelta(b)):
