@@ -57,6 +57,11 @@ def _processor() -> str:
     return f"{platform.machine()} {', '.join(models)}"
 
 
+def file_digest(file: Path) -> str:
+    """BLAKE3-256 of a file's bytes, in hex; uses all cores."""
+    return blake3(max_threads=blake3.AUTO).update_mmap(file).hexdigest()
+
+
 def files_digest(checkpoint: Path, remember: Path | None = None) -> str:
     """BLAKE3-256 over names and bytes of all files that make up a model, in hex.
 
@@ -73,7 +78,7 @@ def files_digest(checkpoint: Path, remember: Path | None = None) -> str:
         if isinstance(entry, list) and entry[:3] == stamp and len(entry) == 4:
             value = str(entry[3])
         else:
-            value = blake3(max_threads=blake3.AUTO).update_mmap(file).hexdigest()
+            value = file_digest(file)
         fresh[key] = [*stamp, value]
         total.update(json.dumps([file.name, value]).encode())
     if remember is not None and fresh != known:

@@ -96,8 +96,8 @@ class Fleet:
         self.owner = ""
         self.directory: Directory | None = None
         self._make_directory = directory
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="deepdraft-kv-fleet", daemon=True)
+        self._loop: asyncio.AbstractEventLoop
+        self._thread: threading.Thread | None = None
         self._listening: Future[None] | None = None
         self._closed = False
 
@@ -106,8 +106,11 @@ class Fleet:
 
         Raises ConfigError.
         """
+        owner_of(self.name, advertise or host, port)  # a wrong name is told before anything runs
         port = self.exporter.start(host, port)
         self.owner = owner_of(self.name, advertise or host, port)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="deepdraft-kv-fleet", daemon=True)
         self._thread.start()
         self._call(self._open_directory())
         self._listening = self._submit(self._listen())
@@ -115,11 +118,10 @@ class Fleet:
 
     def close(self) -> None:
         """Gives up ownership, ends connections. May be called twice."""
-        if self._closed or not self._thread.is_alive():
-            self._closed = True
+        closed, self._closed = self._closed, True
+        if closed or self._thread is None:
             self.exporter.close()
             return
-        self._closed = True
         try:
             self._call(self._leave(), timeout_s=5.0)
         except Exception:

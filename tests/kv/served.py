@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from deepdraft.config import Config, EngineConfig, ServerConfig
+from deepdraft.config import Config, EngineConfig, FleetConfig, ServerConfig
 from deepdraft.engine.load import LoadedModel
 from deepdraft.engine.runner import Runner
 from deepdraft.engine.speculate import Speculation
@@ -69,10 +69,18 @@ class Peer:
     """A served model, called in process."""
 
     def __init__(
-        self, tokenizer: Tokenizer, model: DeepseekV41, *, server: Json | None = None, **engine: Any
+        self,
+        tokenizer: Tokenizer,
+        model: DeepseekV41,
+        *,
+        server: Json | None = None,
+        fleet: Json | None = None,
+        **engine: Any,
     ) -> None:
         config = Config(
-            engine=EngineConfig(prefill_chunk=64, **engine), server=ServerConfig(**(server or {}))
+            engine=EngineConfig(prefill_chunk=64, **engine),
+            server=ServerConfig(**(server or {})),
+            fleet=FleetConfig(**(fleet or {})),
         )
         self.service = Service(lambda: load_tiny(tokenizer, model, config.engine), config)
         self.service.start()
