@@ -18,9 +18,11 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
 OFF = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -188,7 +190,7 @@ def profile() -> dict:
     import kernel_timed as kt
     import torch
 
-    sizes = kt.replace(kt.PUBLISHED, fresh=1)
+    sizes = replace(kt.PUBLISHED, fresh=1)
     o = kt.Operands("cuda", sizes)
     cases = []
     for width in (2304, 288):

@@ -38,8 +38,10 @@ def fake_tiled(kind: str, rows: int, cols: int, plan: layout.Plan | None = None)
     plan = plan or layout.dense_plan(rows, cols)
     b, g = plan.tile, cols // 32
     values = meta(rows // b, g, b, 32, dtype=torch.bfloat16 if kind == "bf16" else torch.uint8)
-    scales = None if kind == "bf16" else meta(rows // b, g // plan.step, b // 32, dtype=torch.int32)
-    return layout.Tiled(kind, rows, cols, plan, values, scales, meta(64, dtype=torch.int32))
+    scales = None if kind == "bf16" else meta(rows // b, g, b // 32)
+    return layout.Tiled(
+        kind, rows, cols, plan, values, scales, meta(rows // b * 16, dtype=torch.int32)
+    )
 
 
 def dense_case(name: str, rows: int, cols: int, kind: str = "fp8", plan=None) -> SassCase:
@@ -57,7 +59,7 @@ def expert_case(name: str, hidden: int, width: int, k: int = 6) -> list[SassCase
         plan = layout.expert_plan(rows, cols)
         b, g = plan.tile, cols // 32
         values = meta(384, rows // (2 * b), g, b, 32)
-        scales = meta(384, rows // (2 * b), g // plan.step, 2, b, dtype=torch.int32)
+        scales = meta(384, rows // (2 * b), g, 2, b)
         return layout.Tiled("fp4", rows, cols, plan, values, scales, meta(1, dtype=torch.int32))
 
     w13, w2 = fake(2 * width, hidden), fake(hidden, width)

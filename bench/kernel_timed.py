@@ -7,7 +7,7 @@ Weights exist in several copies, so that each launch of a timed graph reads fres
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -108,9 +108,9 @@ class Operands:
         """E4M3 codes without NaN."""
         return self.bytes(*shape).bitwise_and_(0xF7)
 
-    def scale_words(self, *shape: int) -> Tensor:
-        """Words of four E8M0 bytes around 2**-8."""
-        return self.bytes(*shape, 4, low=117, high=122).view(torch.int32).squeeze(-1)
+    def scale_bytes(self, *shape: int) -> Tensor:
+        """E8M0 bytes around 2**-8."""
+        return self.bytes(*shape, low=117, high=122)
 
     def positions(self, rows: int) -> tuple[Tensor, Tensor]:
         angle = self.floats(rows, self.sizes.pairs, spread=3.0)
@@ -128,9 +128,7 @@ class Operands:
             values, scales = self.halves(*shape, spread=cols**-0.5), None
         else:
             values = self.codes(*shape)
-            scales = self.scale_words(
-                copies, full // plan.tile, groups // plan.step, plan.tile // 32
-            )
+            scales = self.scale_bytes(copies, full // plan.tile, groups, plan.tile // 32)
         arrivals = torch.zeros(full // plan.tile * 16, dtype=torch.int32, device=self.device)
         return [
             layout.Tiled(
@@ -142,8 +140,8 @@ class Operands:
     def experts(self, rows: int, cols: int, plan: layout.Plan, count: int) -> layout.Tiled:
         tiles, groups = rows // (2 * plan.tile), cols // 32
         values = self.bytes(count, tiles, groups, plan.tile, 32)
-        scales = self.scale_words(count, tiles, groups // plan.step, 2, plan.tile)
-        arrivals = torch.zeros(1, dtype=torch.int32, device=self.device)
+        scales = self.scale_bytes(count, tiles, groups, 2, plan.tile)
+        arrivals = torch.zeros(tiles * 64, dtype=torch.int32, device=self.device)
         return layout.Tiled("fp4", rows, cols, plan, values, scales, arrivals)
 
     def quantised(self, rows: int, cols: int) -> gemv.QuantRows:
@@ -579,28 +577,32 @@ def index_rows(o: Operands, b: Batch) -> Callable[[Sequence[int]], tuple[Tensor,
 # ---- tuning --------------------------------------------------------------------------------
 
 
+WAYS = ((4, 4), (8, 8), (8, 4), (4, 2))
+"""Groups of a step and warps that share them."""
+
+
 def dense_variants(rows: int, cols: int, blocks: int, kind: str) -> Iterator[layout.Plan]:
     """Plans worth timing for one dense shape."""
-    default = layout.dense_plan(rows, cols, blocks)
-    steps = cols // 32 // default.step
-    for tile in (b for b in (32, 64, 128) if rows // blocks % b == 0):
-        wanted = {1, 2, 4, 8, 16, -(-264 // (rows // tile)), -(-528 // (rows // tile))}
-        for split in sorted(w for w in wanted if w <= max(1, steps // 2)):
-            if not 100 <= rows // tile * split <= 1600:
-                continue
-            even = -(-steps // -(-steps // split))
-            for warps in {max(1, tile // 32), max(1, tile // 16)}:
-                for stages in (3, 5):
-                    yield replace(default, tile=tile, split=even, warps=warps, stages=stages)
+    for tile in (b for b in (32, 64) if rows // blocks % b == 0):
+        for step, warps in WAYS[: 4 if tile == 32 else 1]:
+            steps = -(-cols // 32 // step)
+            wanted = {1, 2, 4, 8, -(-528 // (rows // tile)), -(-1056 // (rows // tile))}
+            for split in sorted({-(-steps // -(-steps // w)) for w in wanted if w <= steps}):
+                if not 130 <= rows // tile * split <= 2200:
+                    continue
+                for stages in (3, 5) if tile == 32 else (4,):
+                    yield layout.Plan(tile, step, split, warps, stages)
 
 
 def expert_variants(rows: int, cols: int, up: bool) -> Iterator[layout.Plan]:
-    default = layout.expert_plan(rows, cols)
-    least = 32 if up else 16
-    for tile in (b for b in (least, 64, 128) if rows // 2 % b == 0):
-        for warps in {max(1, tile // 32), max(1, tile // 16)}:
-            for stages in (3, 4, 6):
-                yield replace(default, tile=tile, warps=warps, stages=stages)
+    for tile in (b for b in (32, 64) if rows // 2 % b == 0):
+        for step, warps in WAYS:
+            steps = -(-cols // 32 // step)
+            for split in (1, 2, 4) if up and rows <= 2400 else (1,):
+                if split > steps // 2 > 0:
+                    continue
+                for stages in (3, 5):
+                    yield layout.Plan(tile, step, split, warps, stages)
 
 
 def tune_cases(o: Operands) -> Iterator[tuple[str, layout.Plan, Callable[[], Timed]]]:

@@ -115,12 +115,17 @@ def same_bits(got, want) -> bool:
 def rows(worker: Worker) -> None:
     from kernel_timed import row_cases
 
+    from deepdraft.kernels import runtime
+
     dry = worker.args.dry
     counts = (1, 9) if dry else range(1, 17)
 
     def one(case) -> dict:
         everyone = list(range(16))
+        runtime.use_programmatic_launch(False)
         full = case.run(everyone)
+        synchronize()
+        runtime.use_programmatic_launch(True)  # the same bits are asked for
         wrong = []
         selections = [list(range(r)) for r in counts]
         selections += [[r] for r in ((5,) if dry else everyone)]
@@ -290,6 +295,7 @@ def main() -> None:
     parser.add_argument("--skip", type=Path)
     parser.add_argument("--plans", type=Path)
     parser.add_argument("--only", default="")
+    parser.add_argument("--pdl", action="store_true", help="programmatic launch")
     parser.add_argument("--dry", action="store_true")
     args = parser.parse_args()
     if args.dry:
@@ -301,6 +307,10 @@ def main() -> None:
         warnings.simplefilter("ignore", RuntimeWarning)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         import tests.kernels.interpreter  # noqa: F401  before any kernel
+    if args.pdl:
+        from deepdraft.kernels import runtime
+
+        runtime.use_programmatic_launch(True)
     PARTS[args.part](Worker(args))
     say(finished=args.part)
 

@@ -5,7 +5,8 @@
 ceilings  copy and read rate, gap between tiny kernels
 check     the tests of tests/kernels, large cases included (no pytest needed)
 rows      bits of every kernel's rows for 1..16 rows, permuted, beside poisoned rows, and twice over
-time      us, GB/s and the share of the copy rate measured in the same run; graphs, median of 7
+time      us, GB/s and the share of 4.3 TB/s; graphs, median of 7
+programmatic  the same with programmatic launch, as are tune and best
 tune      plans of the weight products; the best is to be frozen in deepdraft/kernels/layout.py
 best      the same times with the best plan of each shape
 pair      both GPUs: links, peer copies, symmetric memory; programmatic launch; compute-sanitizer
@@ -32,13 +33,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-PARTS = ("ceilings", "check", "rows", "time", "tune", "best", "pair")
+PARTS = ("ceilings", "check", "rows", "time", "programmatic", "tune", "best", "pair")
 MODULES = {
     "test_moe": 3, "test_gemv": 3, "test_mhc": 2, "test_index": 2, "test_attention": 2,
-    "test_step_ends": 1, "test_accept": 1, "test_markov": 1, "test_cache": 1, "test_rounding": 1,
+    "test_step_ends": 1, "test_accept": 1, "test_markov": 2, "test_cache": 1, "test_rounding": 1,
 }  # fmt: skip
 """Test modules, and how many processes share each."""
-COMPILES = {"time": 6, "rows": 2, "tune": 10}
+COMPILES = {"time": 4, "rows": 2, "programmatic": 4, "tune": 12}
 BUSY_UNTIL = 180
 """Seconds from the start during which other work may need the host's processors."""
 FEW, MANY = 8, 24
@@ -180,7 +181,9 @@ def queued(run: Run, parts: list[str]) -> deque[tuple[str, list[str]]]:
             checks.append(("check", ["--module", module, "--shard", shard]))
     for what, shards in COMPILES.items() if not dry else ():
         for i in range(shards if what in parts else 0):
-            compiles.append(("compile", ["--module", what, "--shard", f"{i}/{shards}"]))
+            programmatic = ["--pdl"] if what in ("tune", "programmatic") else []
+            options = ["--module", what, "--shard", f"{i}/{shards}", *programmatic]
+            compiles.append(("compile", options))
     tasks = deque()
     while checks or compiles:
         tasks.extend(checks[:1] + compiles[:1])
@@ -246,11 +249,14 @@ def check_rows(run: Run) -> None:
     work(run, "rows", stall=60, until=run.elapsed() + 0.12 * run.args.seconds, note=note)
 
 
-def share(run: Run, line: dict) -> dict:
-    """A timed line with its share of the copy rate."""
-    rate = run.results.get("ceilings", {}).get("copy")
-    if rate and "us" in line:
-        line["share_of_copy"] = round(line["MB"] * 1e12 / rate / line["us"], 3)
+RATE = 4.3e12
+"""Bytes a second that shares refer to: an H200 reads 4.4 and copies 4.2 (ceilings of each run)."""
+
+
+def share(line: dict) -> dict:
+    """A timed line with its share of RATE."""
+    if "us" in line:
+        line["share"] = round(line["MB"] * 1e12 / RATE / line["us"], 3)
     return line
 
 
@@ -260,13 +266,13 @@ def timed(run: Run, key: str, *options: str, until: float) -> None:
     def note(line: dict) -> None:
         name = line.pop("case")
         line.pop("seconds", None)
-        found[name] = share(run, line)
+        found[name] = share(line)
         if "error" in line:
             print(f"{key} {name}: {line['error']}"[:400], flush=True)
             return
         print(
             f"{key} {name:36} {line['us']:9.2f} us {line['MB']:9.2f} MB "
-            f"{line['GB_per_s']:7.0f} GB/s {100 * line.get('share_of_copy', 0):5.1f} %",
+            f"{line['GB_per_s']:7.0f} GB/s {100 * line.get('share', 0):5.1f} %",
             flush=True,
         )
 
@@ -283,13 +289,13 @@ def tune(run: Run, until: float) -> None:
         line.pop("case")
         line.pop("seconds")
         line.pop("GB_per_s")
-        found.setdefault(line.pop("shape"), []).append(share(run, line))
+        found.setdefault(line.pop("shape"), []).append(share(line))
 
-    work(run, "tune", stall=30, until=until, note=note)
+    work(run, "tune", "--pdl", stall=30, until=until, note=note)
     for name, tried in found.items():
         tried.sort(key=lambda r: r["us"])
         shown = [
-            f"{r['us']:.1f} us {100 * r.get('share_of_copy', 0):.0f} % "
+            f"{r['us']:.1f} us {100 * r.get('share', 0):.0f} % "
             f"{r['tile']}/{r['step']}/{r['split']}/{r['warps']}/{r['stages']}"
             for r in tried[:3]
         ]
@@ -302,7 +308,7 @@ def best(run: Run, until: float) -> None:
         return
     file = run.folder / "plans.json"
     file.write_text(json.dumps(plans))
-    timed(run, "best", "--plans", str(file), until=until)
+    timed(run, "best", "--plans", str(file), "--pdl", until=until)
 
 
 def pair(run: Run) -> None:
@@ -358,11 +364,17 @@ def main() -> None:
 
     tail = 105 if "pair" in parts else 3
     step("ceilings", ceilings)
-    if {"check", "rows", "time", "tune"} & set(parts):
+    if {"check", "rows", "time", "tune", "programmatic"} & set(parts):
         check_and_compile(run, parts)
         run.save()
     step("rows", lambda: check_rows(run))
     step("time", lambda: timed(run, "time", until=min(run.elapsed() + 0.2 * total, total - tail)))
+    step(
+        "programmatic",
+        lambda: timed(
+            run, "programmatic", "--pdl", until=min(run.elapsed() + 0.15 * total, total - tail)
+        ),
+    )
     step("tune", lambda: tune(run, total - tail - 0.05 * total))
     step("best", lambda: best(run, total - tail))
     step("pair", lambda: pair(run))

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepdraft.kernels.runtime import check, launch, next_power
+from deepdraft.kernels.runtime import check, launch, next_power, wait_for_inputs
 
 HEAD = 5
 """Leading numbers of a report: slot, tokens emitted, drafts among them, state, tokens left."""
@@ -107,8 +107,9 @@ def accept_kernel(
     ring_ptr, written_ptr, step_ptr, confirmed_ptr, last_ptr, place_ptr,
     draft_ids_ptr, draft_position_ptr,
     Q, W, R, DEPTH, NOISE, K: tl.constexpr, HEAD: tl.constexpr, RP: tl.constexpr,
-    QP: tl.constexpr, WP: tl.constexpr,
+    QP: tl.constexpr, WP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     r = tl.arange(0, RP)
     tl.store(confirmed_ptr + r, tl.full((RP,), -1, tl.int32), mask=r < R)
     q, w = tl.arange(0, QP), tl.arange(0, WP)
@@ -166,7 +167,9 @@ def accept_kernel(
 def next_rows_kernel(
     last_ptr, place_ptr, drafts_ptr, raw_ptr, slot_ptr, left_ptr, stops_ptr, least_ptr,
     ids_ptr, position_ptr, Q, W, B, K: tl.constexpr, QP: tl.constexpr, WP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     q, w = tl.arange(0, QP), tl.arange(0, WP)
     real = q < Q
     inside = real[:, None] & (w < W)[None, :]

@@ -9,6 +9,8 @@ will see.
 Letters: R rows, H heads, C channels, W window places, K selected places, P rotary pairs.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -23,12 +25,22 @@ from deepdraft.kernels.rounding import (
     round_bf16,
     to_bf16_rne,
 )
-from deepdraft.kernels.runtime import check, launch, next_power
+from deepdraft.kernels.runtime import check, launch, next_power, wait_for_inputs
 
 CHUNK_KEYS = 64
 """Keys of a chunk. Part of the numerics: probabilities are rounded relative to a chunk's top."""
-_HEADS = 64
-"""Heads that one program works on at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """How a program works: heads and channels at a time, at most; warps."""
+
+    heads: int
+    channels: int
+    warps: int
+
+
+PLAN = AttentionPlan(heads=16, channels=64, warps=4)
 
 
 # ---- device helpers ------------------------------------------------------------------------
@@ -138,8 +150,9 @@ def chunk_kernel(
     part_ptr, top_ptr, total_ptr,
     H, Q_STRIDE, W, K, SCALE, C: tl.constexpr, PAIRS: tl.constexpr,
     WINDOW_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr,
-    N: tl.constexpr,
+    N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     chunk, row = tl.program_id(0), tl.program_id(2)
     q_ptr += row.to(tl.int64) * Q_STRIDE
     cos_ptr += row * PAIRS
@@ -164,8 +177,9 @@ def chunk_kernel(
 @triton.jit
 def combine_kernel(
     part_ptr, top_ptr, total_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, H,
-    C: tl.constexpr, PAIRS: tl.constexpr, CHUNKS: tl.constexpr, CP: tl.constexpr,
+    C: tl.constexpr, PAIRS: tl.constexpr, CHUNKS: tl.constexpr, CP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     head, row = tl.program_id(0), tl.program_id(1)
     i = tl.arange(0, CP)
     inside = i < C
@@ -202,6 +216,7 @@ def sparse_attention(
     scale: float,
     main: Tensor | None = None,
     main_rows: Tensor | None = None,
+    plan: AttentionPlan = PLAN,
 ) -> Tensor:
     """Attention output, turned back: bfloat16 [R, H, C] (contract: ops.attention).
 
@@ -226,14 +241,17 @@ def sparse_attention(
     top = torch.empty(rows, chunks, heads, dtype=torch.float32, device=device)
     total = torch.empty_like(top)
     out = torch.empty(rows, heads, channels, dtype=torch.bfloat16, device=device)
-    tall = min(_HEADS, next_power(heads, 16))
+    tall = min(plan.heads, next_power(heads, 16))
+    wide = plan.channels
+    while channels % wide:
+        wide //= 2
     launch(
         chunk_kernel, (chunks, -(-heads // tall), rows),
         q, cos, sin, window, window if main is None else main,
         window_rows, window_rows if main_rows is None else main_rows, part, top, total,
         heads, q.shape[1], window_rows.shape[1], places, scale, C=channels, PAIRS=pairs,
-        WINDOW_CHUNKS=window_chunks, CHUNKS=chunks, BH=tall, BC=64 if channels % 64 == 0 else 32,
-        N=CHUNK_KEYS, num_warps=4,
+        WINDOW_CHUNKS=window_chunks, CHUNKS=chunks, BH=tall, BC=wide,
+        N=CHUNK_KEYS, num_warps=plan.warps,
     )  # fmt: skip
     launch(
         combine_kernel, (heads, rows), part, top, total, sink, cos, sin, out, heads,

@@ -24,7 +24,7 @@ from deepdraft.kernels.rounding import (
     to_e2m1_rne,
     to_e4m3_rne,
 )
-from deepdraft.kernels.runtime import check, launch, next_power
+from deepdraft.kernels.runtime import check, launch, next_power, wait_for_inputs
 
 GROUPS = {"window": 32, "main": 16, "index": 32}
 """Values that share a scale, by format."""
@@ -103,8 +103,9 @@ def entry_kernel(
     cache_ptr, latent_ptr,
     C, PAIRS, X_STRIDE, X_START, RECORD, NORM_EPS,
     HALF: tl.constexpr, GP: tl.constexpr, FORMAT: tl.constexpr, POOL: tl.constexpr,
-    LATENT: tl.constexpr,
+    LATENT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     row = tl.program_id(0)
     wide = row.to(tl.int64)
     g, i = tl.arange(0, GP), tl.arange(0, HALF)

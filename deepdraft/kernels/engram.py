@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepdraft.kernels.gemv import QuantRows, quantize_groups
 from deepdraft.kernels.rounding import from_e4m3, from_e8m0, round_bf16, to_bf16_rne
-from deepdraft.kernels.runtime import check, launch, next_power
+from deepdraft.kernels.runtime import check, launch, next_power, wait_for_inputs
 
 _BLOCK = 1024
 
@@ -21,8 +21,9 @@ _BLOCK = 1024
 @triton.jit
 def gather_kernel(
     values_ptr, scales_ptr, rows_ptr, codes_ptr, out_scales_ptr, G, R, ROWS,
-    W: tl.constexpr, GP: tl.constexpr,
+    W: tl.constexpr, GP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     place, row = tl.program_id(0), tl.program_id(1)
     source = tl.load(rows_ptr + row * G + place)
     inside = (source >= 0) & (source < ROWS)
@@ -41,8 +42,10 @@ def gather_kernel(
 
 @triton.jit
 def inject_kernel(
-    x_ptr, kv_ptr, gate_ptr, out_ptr, D, NORM_EPS, S: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr, kv_ptr, gate_ptr, out_ptr, D, NORM_EPS, S: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     stream, row = tl.program_id(0), tl.program_id(1)
     wide = row.to(tl.int64)
     x_ptr += (wide * S + stream) * D

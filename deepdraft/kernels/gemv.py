@@ -1,8 +1,9 @@
 """Small-row matrix-vector products: FP8, FP8 x bf16 and bf16 weights; quantised activations.
 
 Contracts and references: `deepdraft.ops.gemm`. One program works on a tile of output rows, one part
-of K and 8 batch rows. Parts are added in order by the program that arrives last, so no sum depends
-on timing. What is chosen (tile, step, split) is a function of the weight alone.
+of K and 8 batch rows; the groups of a step are spread over its warps, each with sums of its own,
+added in a fixed order at the end. Parts are added in order by the program that arrives last, so no
+sum depends on timing. What is chosen (tile, step, split) is a function of the weight alone.
 
 Letters: R batch rows, N output rows, K columns, G = K / 32.
 """
@@ -18,12 +19,21 @@ from deepdraft.kernels.layout import GROUP, Tiled
 from deepdraft.kernels.rounding import (
     ACT_FLOOR,
     E4M3_CARRY,
+    from_e8m0,
     inverse_of,
     scale_bits,
     to_bf16_rne,
     to_e4m3_rne,
 )
-from deepdraft.kernels.runtime import INTERPRET, ROW_TILE, check, launch, next_power
+from deepdraft.kernels.runtime import (
+    INTERPRET,
+    ROW_TILE,
+    check,
+    launch,
+    next_power,
+    prefetch_l2,
+    wait_for_inputs,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +49,13 @@ class QuantRows:
 
 @triton.jit
 def dot_fp8(w, x, acc):
-    """E4M3 codes (uint8) [M, 32] x [32, T] + acc, exact products, fp32 sum."""
+    """E4M3 codes (uint8) [.., M, 32] x [.., 32, T] + acc, exact products, fp32 sum."""
     return tl.dot(w.to(tl.float8e4nv, bitcast=True), x.to(tl.float8e4nv, bitcast=True), acc)
 
 
 @triton.jit
 def dot_bf16(a, b, acc):
-    """bf16 [M, K] x [K, N] + acc, fp32 sum (the interpreter's bf16 dot is wrong)."""
+    """bf16 [.., M, K] x [.., K, N] + acc, fp32 sum (the interpreter's bf16 dot is wrong)."""
     if INTERPRET:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
@@ -53,17 +63,15 @@ def dot_bf16(a, b, acc):
 
 
 @triton.jit
-def group_factor(word, p: tl.constexpr):
-    """Byte p of int32 words of E8M0 bytes, as fp32."""
-    if p == 0:
-        bits = word << 23
-    elif p == 1:
-        bits = word << 15
-    elif p == 2:
-        bits = word << 7
+def row_factors(ptr, inside, TILE: tl.constexpr, P: tl.constexpr):
+    """E8M0 bytes [P, TILE / 32], one per group and 32 rows, as fp32 [P, TILE or 1]."""
+    H: tl.constexpr = TILE // 32
+    at = tl.arange(0, P)[:, None] * H + tl.arange(0, H)[None, :]
+    factor = from_e8m0(tl.load(ptr + at, mask=inside[:, None], other=0))
+    if H == 1:
+        return factor
     else:
-        bits = word >> 1
-    return (bits & 0x7F800000).to(tl.float32, bitcast=True)
+        return tl.reshape(tl.broadcast_to(factor[:, :, None], (P, H, 32)), (P, TILE))
 
 
 @triton.jit
@@ -94,7 +102,8 @@ def combine_parts(part_ptr, arrive_ptr, acc, at, stride, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def quantize_kernel(x_ptr, codes_ptr, scales_ptr, K, R_PAD, GB: tl.constexpr):
+def quantize_kernel(x_ptr, codes_ptr, scales_ptr, K, R_PAD, GB: tl.constexpr, PDL: tl.constexpr):
+    wait_for_inputs(PDL)
     row = tl.program_id(0)
     g = tl.program_id(1) * GB + tl.arange(0, GB)
     at = g[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -106,69 +115,97 @@ def quantize_kernel(x_ptr, codes_ptr, scales_ptr, K, R_PAD, GB: tl.constexpr):
 
 
 @triton.jit
-def gemv_kernel(
-    w_ptr,
-    ws_ptr,
-    x_ptr,
-    xs_ptr,
-    part_ptr,
-    arrive_ptr,
-    y_ptr,
-    N,
-    STEPS,
-    R_PAD,
-    X_STRIDE,
-    BLOCK_ROWS,
-    BLOCK_COLS,
-    KIND: tl.constexpr,
-    TILE: tl.constexpr,
-    P: tl.constexpr,
-    SPLIT: tl.constexpr,
-    ROUND: tl.constexpr,
+def scaled_product(
+    w, x, factor, x_scale, acc, KIND: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr,
     T: tl.constexpr,
-):
+):  # fmt: skip
+    """acc fp32 [P, TILE, T] plus one step."""
+    zero = tl.zeros((P, TILE, T), tl.float32)
+    if KIND == "bf16":
+        acc = dot_bf16(w, x, acc)
+    elif KIND == "fp8":
+        acc += dot_fp8(w, x, zero) * (factor[:, :, None] * x_scale[:, None, :])
+    else:
+        wide = w.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        acc += dot_bf16(to_bf16_rne(wide), x, zero) * factor[:, :, None]
+    return acc
+
+
+@triton.jit
+def tile_products(
+    w_ptr, ws_ptr, x_ptr, xs_ptr, rows, R_PAD, X_STRIDE, G,
+    KIND: tl.constexpr, TILE: tl.constexpr, P: tl.constexpr, MASKED: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Products of the first G groups behind the pointers with 8 rows: fp32 [TILE, T]."""
+    p, n, j = tl.arange(0, P), tl.arange(0, TILE), tl.arange(0, 32)
+    w_at = p[:, None, None] * TILE * 32 + n[None, :, None] * 32 + j[None, None, :]
+    x_at = rows[None, None, :] * X_STRIDE + p[:, None, None] * 32 + j[None, :, None]
+    xs_at = p[:, None] * R_PAD + rows[None, :]
+    acc = tl.zeros((P, TILE, T), tl.float32)
+    factor, x_scale = tl.zeros((P, 1), tl.float32), tl.zeros((P, T), tl.float32)
+    # Scales are read one step ahead.
+    if KIND != "bf16":
+        factor = row_factors(ws_ptr, p < G, TILE, P)
+    if KIND == "fp8":
+        x_scale = tl.load(xs_ptr + xs_at, mask=(p < G)[:, None], other=0.0)
+    for step in range((G + P - 1) // P):
+        done = step * P
+        if MASKED:
+            here = (p < G - done)[:, None, None]
+            w = tl.load(w_ptr + w_at + done * TILE * 32, mask=here, other=0)
+            x = tl.load(x_ptr + x_at + done * 32, mask=here, other=0)
+        else:
+            w = tl.load(w_ptr + w_at + done * TILE * 32)
+            x = tl.load(x_ptr + x_at + done * 32)
+        factor_now, x_scale_now = factor, x_scale
+        later = p < G - done - P
+        if KIND != "bf16":
+            factor = row_factors(ws_ptr + (done + P) * (TILE // 32), later, TILE, P)
+        if KIND == "fp8":
+            at = xs_ptr + xs_at + (done + P) * R_PAD
+            x_scale = tl.load(at, mask=later[:, None], other=0.0)
+        acc = scaled_product(w, x, factor_now, x_scale_now, acc, KIND, P, TILE, T)
+    return tl.sum(acc, axis=0)
+
+
+@triton.jit
+def gemv_kernel(
+    w_ptr, ws_ptr, x_ptr, xs_ptr, part_ptr, arrive_ptr, y_ptr,
+    N, G, R_PAD, X_STRIDE, BLOCK_ROWS, BLOCK_COLS, AHEAD,
+    KIND: tl.constexpr, TILE: tl.constexpr, P: tl.constexpr, SPLIT: tl.constexpr,
+    MASKED: tl.constexpr, ROUND: tl.constexpr, T: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     tile, part, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    n, j, t = tl.arange(0, TILE), tl.arange(0, 32), tl.arange(0, T)
+    steps = (G + P - 1) // P
+    per_part = (steps + SPLIT - 1) // SPLIT
+    first = part * per_part * P
+    groups = min(G, first + per_part * P) - first
+    start = tile.to(tl.int64) * G + first
+    w_ptr += start * TILE * 32
+    if PDL:
+        prefetch_l2(w_ptr, min(groups * (TILE * 64 if KIND == "bf16" else TILE * 32), AHEAD))
+    wait_for_inputs(PDL)
+    t = tl.arange(0, T)
     rows = row_tile * T + t
     # A block-diagonal map reads the columns of its own block.
-    x_at = rows[None, :] * X_STRIDE + (tile * TILE // BLOCK_ROWS) * BLOCK_COLS + j[:, None]
-    w_at = tile.to(tl.int64) * STEPS * P * TILE * 32 + n[:, None] * 32 + j[None, :]
-    per_part = (STEPS + SPLIT - 1) // SPLIT
-    first = part * per_part
-    acc = tl.zeros((TILE, T), tl.float32)
-    for step in range(first, min(first + per_part, STEPS)):
-        if KIND != "bf16":
-            word = tl.load(ws_ptr + (tile * STEPS + step) * (TILE // 32) + n // 32)
-        else:
-            word = n
-        for p in tl.static_range(P):
-            g = step * P + p
-            w = tl.load(w_ptr + w_at + g * TILE * 32)
-            x = tl.load(x_ptr + x_at + g * 32)
-            if KIND == "bf16":
-                acc = dot_bf16(w, x, acc)
-            else:
-                zero = tl.zeros((TILE, T), tl.float32)
-                factor = group_factor(word, p)
-                if KIND == "fp8":
-                    x_scale = tl.load(xs_ptr + g * R_PAD + rows)
-                    acc += dot_fp8(w, x, zero) * (factor[:, None] * x_scale[None, :])
-                else:
-                    wide = w.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-                    acc += dot_bf16(to_bf16_rne(wide), x, zero) * factor[:, None]
-    row = tile * TILE + n
+    x_ptr += (tile * TILE // BLOCK_ROWS) * BLOCK_COLS + first * 32
+    total = tile_products(
+        w_ptr, ws_ptr + start * (TILE // 32), x_ptr, xs_ptr + first * R_PAD, rows, R_PAD, X_STRIDE,
+        groups, KIND, TILE, P, MASKED, T,
+    )  # fmt: skip
+    row = tile * TILE + tl.arange(0, TILE)
     y_at = rows[None, :] * N + row[:, None]
     mine = (row < N)[:, None] & (t >= 0)[None, :]
     if SPLIT > 1:
         where = rows[None, :] * (tl.num_programs(0) * TILE) + row[:, None]
         stride = R_PAD * (tl.num_programs(0) * TILE)
         counter = arrive_ptr + row_tile * tl.num_programs(0) + tile
-        last, acc = combine_parts(part_ptr, counter, acc, where, stride, SPLIT)
+        last, total = combine_parts(part_ptr, counter, total, where, stride, SPLIT)
         mine = mine & last
     if ROUND:
-        tl.store(y_ptr + y_at, to_bf16_rne(acc), mask=mine)
+        tl.store(y_ptr + y_at, to_bf16_rne(total), mask=mine)
     else:
-        tl.store(y_ptr + y_at, acc, mask=mine)
+        tl.store(y_ptr + y_at, total, mask=mine)
 
 
 # ---- launches ------------------------------------------------------------------------------
@@ -224,29 +261,13 @@ def gemv(
     else:
         part = y
     # A constexpr decides which pointers are read; the others only need to be valid.
+    groups = w.cols // GROUP
     launch(
-        gemv_kernel,
-        (tiles, plan.split, pad // ROW_TILE),
-        w.values,
-        w.values if w.scales is None else w.scales,
-        values,
-        values if x_scales is None else x_scales,
-        part,
-        w.arrivals,
-        y,
-        w.rows,
-        w.cols // GROUP // plan.step,
-        pad,
-        width,
-        w.rows // blocks,
-        w.cols if blocks > 1 else 0,
-        KIND=kind,
-        TILE=plan.tile,
-        P=plan.step,
-        SPLIT=plan.split,
-        ROUND=dtype == torch.bfloat16,
-        T=ROW_TILE,
-        num_warps=plan.warps,
-        num_stages=plan.stages,
-    )
+        gemv_kernel, (tiles, plan.split, pad // ROW_TILE),
+        w.values, w.values if w.scales is None else w.scales,
+        values, values if x_scales is None else x_scales, part, w.arrivals, y,
+        w.rows, groups, pad, width, w.rows // blocks, w.cols if blocks > 1 else 0, plan.ahead,
+        KIND=kind, TILE=plan.tile, P=plan.step, SPLIT=plan.split, MASKED=groups % plan.step != 0,
+        ROUND=dtype == torch.bfloat16, T=ROW_TILE, num_warps=plan.warps, num_stages=plan.stages,
+    )  # fmt: skip
     return y

@@ -30,7 +30,7 @@ from deepdraft.kernels.rounding import (
     to_bf16_rne,
     to_e2m1_rne,
 )
-from deepdraft.kernels.runtime import check, launch, next_power
+from deepdraft.kernels.runtime import check, launch, next_power, wait_for_inputs
 
 _BINS = tl.constexpr(2048)
 _SCORE_TILE = 128
@@ -65,8 +65,9 @@ class Selected:
 @triton.jit
 def query_kernel(
     q_ptr, cos_ptr, sin_ptr, out_ptr, Q_STRIDE, Q_START, H,
-    C: tl.constexpr, PAIRS: tl.constexpr, GP: tl.constexpr,
+    C: tl.constexpr, PAIRS: tl.constexpr, GP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     head, row = tl.program_id(0), tl.program_id(1)
     g, i = tl.arange(0, GP), tl.arange(0, 16)
     at = g[:, None] * 32 + 2 * i[None, :]
@@ -103,7 +104,9 @@ def score_kernel(
     q_ptr, weight_ptr, keys_ptr, base_ptr, reach_ptr, block_ptr, count_ptr, scores_ptr,
     H, CAPACITY, W_STRIDE, W_START, W_SCALE, SKIP, KEEP,
     C: tl.constexpr, CP: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     row, tile = tl.program_id(0), tl.program_id(1)
     reach = tl.load(reach_ptr + row)
     if BLOCK == 0:
@@ -135,8 +138,9 @@ def score_kernel(
 @triton.jit
 def block_best_kernel(
     scores_ptr, reach_ptr, best_ptr, CAPACITY, BLOCKS, SKIP, BLOCK,
-    BP: tl.constexpr, N: tl.constexpr,
+    BP: tl.constexpr, N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     row, tile = tl.program_id(0), tl.program_id(1)
     reach = tl.load(reach_ptr + row)
     if reach <= SKIP or tile * N * BLOCK >= reach:
@@ -198,8 +202,9 @@ def row_length(length_ptr, row, MUL, DIV):
 @triton.jit
 def count_bits_kernel(
     scores_ptr, reach_ptr, length_ptr, counts_ptr, CAPACITY, K, SKIP, MUL, DIV,
-    PASS: tl.constexpr, N: tl.constexpr,
+    PASS: tl.constexpr, N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     row, tile = tl.program_id(0), tl.program_id(1)
     length = row_length(length_ptr, row, MUL, DIV)
     if tl.load(reach_ptr + row) <= SKIP or tile * N >= length:
@@ -231,8 +236,9 @@ def above_and_equal(scores_ptr, counts_ptr, place, length, K):
 @triton.jit
 def count_tiles_kernel(
     scores_ptr, reach_ptr, length_ptr, counts_ptr, tiles_ptr, CAPACITY, K, SKIP, MUL, DIV,
-    N: tl.constexpr,
+    N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     row, tile = tl.program_id(0), tl.program_id(1)
     length = row_length(length_ptr, row, MUL, DIV)
     if tl.load(reach_ptr + row) <= SKIP or tile * N >= length:
@@ -251,8 +257,9 @@ def emit_kernel(
     scores_ptr, reach_ptr, length_ptr, counts_ptr, tiles_ptr, block_ptr, base_ptr,
     entries_ptr, address_ptr, count_ptr,
     CAPACITY, K, SKIP, MUL, DIV, KEEP,
-    BLOCK: tl.constexpr, TP: tl.constexpr, KP: tl.constexpr, N: tl.constexpr,
+    BLOCK: tl.constexpr, TP: tl.constexpr, KP: tl.constexpr, N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     row, tile = tl.program_id(0), tl.program_id(1)
     length = row_length(length_ptr, row, MUL, DIV)
     reach, base = tl.load(reach_ptr + row), tl.load(base_ptr + row)

@@ -1,12 +1,12 @@
-"""Weights as the kernels read them: tiles that a program reads front to back, scales in words.
+"""Weights as the kernels read them: tiles that a program reads front to back.
 
-Owns: the re-tiling at load, its inverse, and the plan (tile, steps, split) of each shape. A plan
+Owns: the re-tiling at load, its inverse, and the plan (tile, step, split) of each shape. A plan
 is a function of the matrix alone, never of the row count. Plain torch, any device.
 Knows nothing of: triton, tensor names.
 
 Letters: N output rows, K input columns, G = K / 32 groups, B rows of a tile, P groups of a step.
 One program of a matrix-vector kernel works on one tile of B output rows and on every `split`-th
-part of the steps; a step reads P groups of 32 columns and one word of P scale bytes.
+part of the steps.
 """
 
 from dataclasses import dataclass, field
@@ -15,45 +15,38 @@ import torch
 from torch import Tensor
 
 GROUP = 32
-_PROGRAMS = 264
-"""Programs to aim at: two for each of an H200's 132 multiprocessors."""
-_MIN_STEPS = 4
+_PROGRAMS = 1056
+"""Programs to aim at: eight for each of an H200's 132 multiprocessors."""
+_MIN_STEPS = 2
 """A split leaves a program this many steps, or its start and end cost more than the split gains."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How one matrix is cut. `tile` output rows, `step` groups a step, `split` parts of K."""
+    """How one matrix is cut. `tile` output rows, `step` groups a step (a power of two; the last
+    step may be short), `split` parts of K; `ahead`: bytes that a program has fetched while its
+    predecessor still runs, a multiple of 16."""
 
     tile: int
     step: int
     split: int
     warps: int
     stages: int = 4
-
-
-def step_groups(groups: int) -> int:
-    """Groups of 32 columns that one step reads: the most of 4, 3, 2, 1 that divides them."""
-    return next(p for p in (4, 3, 2, 1) if groups % p == 0)
+    ahead: int = 16384
 
 
 def dense_plan(rows: int, cols: int, blocks: int = 1) -> Plan:
-    """Plan of a matrix [rows, cols], both multiples of 32. `blocks`: of a block-diagonal map,
-    whose tiles must not cross a block."""
-    fits = [b for b in (128, 64, 32) if rows // blocks % b == 0]
-    tile = next((b for b in fits if rows // b >= _PROGRAMS // 2), None)
-    if tile is None:
-        tile = next(b for b in fits if b <= 64)
-    step = step_groups(cols // GROUP)
-    return Plan(tile, step, _split(rows // tile, cols // GROUP // step), tile // 32)
+    """Plan of a matrix [rows, cols], both multiples of 32, as measured (docs/kernels.md).
+    `blocks`: of a block-diagonal map, whose tiles must not cross a block."""
+    steps = -(-cols // GROUP // 4)
+    return Plan(32, 4, _split(rows // 32, steps), warps=4, stages=4)
 
 
 def expert_plan(rows: int, cols: int) -> Plan:
     """Plan of a routed expert's matrix. Two rows share a byte, so a tile is `tile` bytes high and
-    covers 2 * tile rows. Never split: the experts give programs enough."""
-    pairs = rows // 2
-    tile = next(b for b in (64, 32, 16) if pairs % b == 0)
-    return Plan(tile, step_groups(cols // GROUP), 1, max(1, tile // 32))
+    covers 2 * tile rows."""
+    tile = 32 if rows // 2 % 32 == 0 else 16
+    return Plan(tile, 4, 1, warps=4, stages=4)
 
 
 def _split(tiles: int, steps: int) -> int:
@@ -68,8 +61,8 @@ class Tiled:
     values  fp8   uint8 [N/B, G, B, 32]
             bf16  bfloat16 [N/B, G, B, 32], the last tile filled up with zero rows
             fp4   uint8 [count, N/2B, G, B, 32], a byte holds rows b (low) and b + B (high)
-    scales  fp8   int32 [N/B, G/P, B/32], byte p of a word is group p of the step
-            fp4   int32 [count, N/2B, G/P, 2, B]
+    scales  fp8   uint8 [N/B, G, B/32], E8M0
+            fp4   uint8 [count, N/2B, G, 2, B], E8M0
             bf16  none
     """
 
@@ -89,17 +82,12 @@ class Tiled:
 
 
 _MAX_ROW_TILES = 16
+_MAX_PLACES = 64
+"""Distinct experts of a row tile."""
 
 
 def _arrivals(tiles: int, device: torch.device) -> Tensor:
     return torch.zeros(tiles * _MAX_ROW_TILES, dtype=torch.int32, device=device)
-
-
-def _words(scales: Tensor) -> Tensor:
-    """Bytes [..., P] -> int32 words [...]; missing bytes are zero."""
-    word = torch.nn.functional.pad(scales, (0, 4 - scales.shape[-1])).contiguous()
-    # Flat first: axes of one element may have any stride, which a view of bytes as words refuses.
-    return word.flatten().view(torch.int32).view(scales.shape[:-1])
 
 
 def _checked_scales(scales: Tensor) -> Tensor:
@@ -113,11 +101,10 @@ def tile_fp8(values: Tensor, scales: Tensor, plan: Plan | None = None, *, blocks
     """E4M3 codes [N, K] with E8M0 bytes [N/32, K/32], one per 32 x 32 tile."""
     n, k = _even(values.shape)
     plan = plan or dense_plan(n, k, blocks)
-    b, groups, p = plan.tile, k // GROUP, plan.step
+    b, groups = plan.tile, k // GROUP
     codes = values.view(torch.uint8).view(n // b, b, groups, GROUP).transpose(1, 2).contiguous()
-    word = _checked_scales(scales).view(n // b, b // GROUP, groups // p, p)
-    words = _words(word.transpose(1, 2)).contiguous()
-    return Tiled("fp8", n, k, plan, codes, words, _arrivals(n // b, values.device))
+    bytes_ = _checked_scales(scales).view(n // b, b // GROUP, groups).transpose(1, 2).contiguous()
+    return Tiled("fp8", n, k, plan, codes, bytes_, _arrivals(n // b, values.device))
 
 
 def tile_bf16(weight: Tensor, plan: Plan | None = None) -> Tiled:
@@ -142,14 +129,15 @@ def tile_mxfp4(values: Tensor, scales: Tensor, plan: Plan | None = None) -> Tile
     k = half * 2
     _even((n, k))
     plan = plan or expert_plan(n, k)
-    b, groups, p = plan.tile, k // GROUP, plan.step
+    b, groups = plan.tile, k // GROUP
     packed = values.view(torch.uint8)
     codes = torch.stack((packed & 15, packed >> 4), -1).view(count, n // (2 * b), 2, b, groups, 32)
     joined = codes[:, :, 0] | (codes[:, :, 1] << 4)
     tiles = joined.transpose(2, 3).contiguous()
-    word = _checked_scales(scales).view(count, n // (2 * b), 2, b, groups // p, p)
-    words = _words(word.permute(0, 1, 4, 2, 3, 5)).contiguous()
-    return Tiled("fp4", n, k, plan, tiles, words, _arrivals(1, values.device))
+    bytes_ = _checked_scales(scales).view(count, n // (2 * b), 2, b, groups)
+    bytes_ = bytes_.permute(0, 1, 4, 2, 3).contiguous()
+    counters = n // (2 * b) * _MAX_PLACES if plan.split > 1 else 1
+    return Tiled("fp4", n, k, plan, tiles, bytes_, _arrivals(counters, values.device))
 
 
 def interleave_pair(gate: Tensor, up: Tensor, tile: int) -> Tensor:
@@ -164,22 +152,18 @@ def interleave_pair(gate: Tensor, up: Tensor, tile: int) -> Tensor:
 
 def untile(w: Tiled) -> tuple[Tensor, Tensor | None]:
     """Values and scale bytes as they were before tiling; the inverse of the three functions."""
-    groups, p, b = w.cols // GROUP, w.plan.step, w.plan.tile
+    groups = w.cols // GROUP
     if w.kind == "bf16":
         return w.values.transpose(1, 2).reshape(-1, w.cols)[: w.rows], None
     assert w.scales is not None
-    steps = groups // p
-    word_bytes = w.scales.unsqueeze(-1).view(torch.uint8)[..., :p]
     if w.kind == "fp8":
-        scales = word_bytes.transpose(1, 2).reshape(w.rows // GROUP, groups)
+        scales = w.scales.transpose(1, 2).reshape(w.rows // GROUP, groups)
         return w.values.transpose(1, 2).reshape(w.rows, w.cols), scales
     count = w.values.shape[0]
     joined = w.values.transpose(2, 3)  # [E, tiles, B, G, 32]
     codes = torch.stack((joined & 15, joined >> 4), 2).reshape(count, w.rows, w.cols)
     packed = codes[..., ::2] | (codes[..., 1::2] << 4)
-    shape = (count, w.rows // (2 * b), steps, 2, b, p)
-    scales = word_bytes.reshape(shape).permute(0, 1, 3, 4, 2, 5)
-    return packed, scales.reshape(count, w.rows, groups)
+    return packed, w.scales.permute(0, 1, 3, 4, 2).reshape(count, w.rows, groups)
 
 
 def _even(shape: torch.Size | tuple[int, int]) -> tuple[int, int]:

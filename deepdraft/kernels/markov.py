@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deepdraft.kernels.index import select_top
 from deepdraft.kernels.layout import GROUP, Tiled
-from deepdraft.kernels.runtime import check, launch, next_power
+from deepdraft.kernels.runtime import check, launch, next_power, wait_for_inputs
 from deepdraft.kernels.sample import gumbel
 
 SHORTLIST = 256
@@ -51,8 +51,9 @@ def markov_kernel(
     base_ptr, list_ptr, embed_ptr, head_ptr, hidden_ptr, confidence_ptr,
     last_ptr, place_ptr, slot_ptr, temperature_ptr, seed_ptr,
     token_ptr, raw_ptr, logits_ptr, V, W, D, K, B,
-    TILE: tl.constexpr, M: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, M: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     q = tl.program_id(0)
     previous = tl.load(last_ptr + q)
     place = tl.load(place_ptr + q)
@@ -96,7 +97,8 @@ def markov_kernel(
 
 
 @triton.jit
-def embed_rows_kernel(ids_ptr, table_ptr, out_ptr, V, M, MP: tl.constexpr):
+def embed_rows_kernel(ids_ptr, table_ptr, out_ptr, V, M, MP: tl.constexpr, PDL: tl.constexpr):
+    wait_for_inputs(PDL)
     row = tl.program_id(0)
     m = tl.arange(0, MP)
     token = tl.minimum(tl.maximum(tl.load(ids_ptr + row), 0), V - 1)

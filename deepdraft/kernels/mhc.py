@@ -15,7 +15,7 @@ from torch import Tensor
 from deepdraft.kernels.gemv import QuantRows, quantize_groups
 from deepdraft.kernels.layout import GROUP
 from deepdraft.kernels.rounding import round_bf16, to_bf16_rne
-from deepdraft.kernels.runtime import ROW_TILE, check, launch, next_power
+from deepdraft.kernels.runtime import ROW_TILE, check, launch, next_power, wait_for_inputs
 
 _CHUNK = 256
 """Columns of the mix matrix that one program sums."""
@@ -29,8 +29,9 @@ _BLOCK = 1024
 @triton.jit
 def mix_sums_kernel(
     x_ptr, fn_ptr, part_ptr, square_ptr, WIDTH, R, M,
-    MP: tl.constexpr, CHUNK: tl.constexpr, BK: tl.constexpr, T: tl.constexpr,
+    MP: tl.constexpr, CHUNK: tl.constexpr, BK: tl.constexpr, T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     chunk, row_tile = tl.program_id(0), tl.program_id(1)
     m, rows = tl.arange(0, MP), row_tile * T + tl.arange(0, T)
     acc = tl.zeros((MP, T), tl.float32)
@@ -61,8 +62,9 @@ def part_sum(part_ptr, at, inside, STRIDE, CHUNKS, CP: tl.constexpr):
 @triton.jit
 def mix_finish_kernel(
     part_ptr, square_ptr, base_ptr, scale_ptr, coef_ptr, R, WIDTH, CHUNKS, NORM_EPS, EPS,
-    S: tl.constexpr, SP: tl.constexpr, CP: tl.constexpr, ITERS: tl.constexpr,
+    S: tl.constexpr, SP: tl.constexpr, CP: tl.constexpr, ITERS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     row = tl.program_id(0)
     M: tl.constexpr = (2 + S) * S
     chunk = tl.arange(0, CP)
@@ -132,8 +134,9 @@ def boundary_kernel(
     out_ptr, h_ptr, u_ptr, codes_ptr, scales_ptr,
     D, R, NORM_EPS, PRE_STRIDE,
     K: tl.constexpr, S: tl.constexpr, EXPAND: tl.constexpr, COLLAPSE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     row = tl.program_id(0)
     wide = row.to(tl.int64)
     x_ptr += wide * S * D
@@ -178,8 +181,10 @@ def boundary_kernel(
 
 @triton.jit
 def norm_kernel(
-    x_ptr, weight_ptr, u_ptr, codes_ptr, scales_ptr, WIDTH, STRIDE, R, NORM_EPS, GP: tl.constexpr
+    x_ptr, weight_ptr, u_ptr, codes_ptr, scales_ptr, WIDTH, STRIDE, R, NORM_EPS, GP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     row = tl.program_id(0)
     wide = row.to(tl.int64)
     g = tl.arange(0, GP)

@@ -2,7 +2,7 @@
 
 Contracts and references: `deepdraft.ops.moe` (routed_up, routed_down). A program streams one tile
 of one expert past 8 batch rows and keeps the products of those rows that picked it; which experts
-run, and in which order, changes no row's bits. Weights are never split along K.
+run, and in which order, changes no row's bits.
 
 Letters: R batch rows, K picks of a row, E experts, D hidden, F expert width, L = 8 K places of a
 row tile's list.
@@ -15,10 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepdraft.kernels.gemv import QuantRows, dot_fp8, group_factor, quantize_groups
+from deepdraft.kernels.gemv import QuantRows, dot_fp8, quantize_groups
 from deepdraft.kernels.layout import GROUP, Tiled
-from deepdraft.kernels.rounding import round_bf16, to_bf16_rne
-from deepdraft.kernels.runtime import INTERPRET, ROW_TILE, check, launch, next_power
+from deepdraft.kernels.rounding import from_e8m0, round_bf16, to_bf16_rne
+from deepdraft.kernels.runtime import (
+    INTERPRET,
+    ROW_TILE,
+    check,
+    launch,
+    next_power,
+    wait_for_inputs,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,36 +72,54 @@ def swiglu(gate, up, LIMIT):
 
 @triton.jit
 def expert_sums(
-    w_ptr, ws_ptr, x_ptr, xs_ptr, x_at, xs_at, XS_STRIDE, mine, tile_number, STEPS,
-    TILE: tl.constexpr, P: tl.constexpr, T: tl.constexpr, MASKED: tl.constexpr,
+    w_ptr, ws_ptr, x_ptr, xs_ptr, x_at, xs_at, XS_STRIDE, mine, G,
+    TILE: tl.constexpr, P: tl.constexpr, T: tl.constexpr, GATHERED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Products of one tile (both nibbles) with 8 rows: two fp32 [TILE, T].
 
-    x_at [1, T] and xs_at [T]: where each row's codes and scales start; rows outside `mine` count as
-    zeros.
+    w_ptr and ws_ptr: the tile's codes and scales; x_at, xs_at [T]: where each row's codes and
+    scales start. GATHERED: rows outside `mine` are not read and count as zeros.
     """
-    n, j = tl.arange(0, TILE), tl.arange(0, 32)
-    w_at = tile_number.to(tl.int64) * STEPS * P * TILE * 32 + n[:, None] * 32 + j[None, :]
-    word_at = tile_number.to(tl.int64) * STEPS * 2 * TILE + n
-    low_sum = tl.zeros((TILE, T), tl.float32)
-    high_sum = tl.zeros((TILE, T), tl.float32)
-    zero = tl.zeros((TILE, T), tl.float32)
-    for step in range(STEPS):
-        low_word = tl.load(ws_ptr + word_at + step * 2 * TILE)
-        high_word = tl.load(ws_ptr + word_at + step * 2 * TILE + TILE)
-        for p in tl.static_range(P):
-            g = step * P + p
-            low, high = unpack_e2m1(tl.load(w_ptr + w_at + g * TILE * 32))
-            if MASKED:
-                x = tl.load(x_ptr + x_at + g * 32 + j[:, None], mask=mine[None, :], other=0)
-                scale = tl.load(xs_ptr + xs_at + g * XS_STRIDE, mask=mine, other=0.0)
-            else:
-                x = tl.load(x_ptr + x_at + g * 32 + j[:, None])
-                scale = tl.load(xs_ptr + xs_at + g * XS_STRIDE)
-            low_factor, high_factor = group_factor(low_word, p), group_factor(high_word, p)
-            low_sum += dot_fp8(low, x, zero) * (low_factor[:, None] * scale[None, :])
-            high_sum += dot_fp8(high, x, zero) * (high_factor[:, None] * scale[None, :])
-    return low_sum * 64.0, high_sum * 64.0  # unpack_e2m1 gives 2**-6 of a code
+    p, n, j = tl.arange(0, P), tl.arange(0, TILE), tl.arange(0, 32)
+    w_at = p[:, None, None] * TILE * 32 + n[None, :, None] * 32 + j[None, None, :]
+    x_at = x_at[None, None, :] + p[:, None, None] * 32 + j[None, :, None]
+    xs_at = xs_at[None, :] + p[:, None] * XS_STRIDE
+    ws_at = p[:, None] * 2 * TILE + n[None, :]
+    low_sum = tl.zeros((P, TILE, T), tl.float32)
+    high_sum = tl.zeros((P, TILE, T), tl.float32)
+    zero = tl.zeros((P, TILE, T), tl.float32)
+    inside = (p < G)[:, None]
+    low_code = tl.load(ws_ptr + ws_at, mask=inside, other=0)
+    high_code = tl.load(ws_ptr + ws_at + TILE, mask=inside, other=0)
+    scale = tl.load(xs_ptr + xs_at, mask=inside & mine[None, :], other=0.0)
+    for step in range((G + P - 1) // P):
+        done = step * P
+        here = (p < G - done)[:, None, None]
+        if MASKED:
+            w = tl.load(w_ptr + w_at + done * TILE * 32, mask=here, other=0)
+        else:
+            w = tl.load(w_ptr + w_at + done * TILE * 32)
+        if GATHERED:
+            x = tl.load(x_ptr + x_at + done * 32, mask=here & mine[None, None, :], other=0)
+        elif MASKED:
+            x = tl.load(x_ptr + x_at + done * 32, mask=here, other=0)
+        else:
+            x = tl.load(x_ptr + x_at + done * 32)
+        low_factor = from_e8m0(low_code)[:, :, None] * scale[:, None, :]
+        high_factor = from_e8m0(high_code)[:, :, None] * scale[:, None, :]
+        # Scales are read one step ahead.
+        later = (p < G - done - P)[:, None]
+        ws_next = ws_ptr + ws_at + (done + P) * 2 * TILE
+        low_code = tl.load(ws_next, mask=later, other=0)
+        high_code = tl.load(ws_next + TILE, mask=later, other=0)
+        at = xs_ptr + xs_at + (done + P) * XS_STRIDE
+        scale = tl.load(at, mask=later & mine[None, :], other=0.0)
+        low, high = unpack_e2m1(w)
+        low_sum += dot_fp8(low, x, zero) * low_factor
+        high_sum += dot_fp8(high, x, zero) * high_factor
+    # unpack_e2m1 gives 2**-6 of a code
+    return tl.sum(low_sum, axis=0) * 64.0, tl.sum(high_sum, axis=0) * 64.0
 
 
 # ---- kernels -------------------------------------------------------------------------------
@@ -102,8 +127,9 @@ def expert_sums(
 
 @triton.jit
 def expert_list_kernel(
-    picks_ptr, experts_ptr, slots_ptr, K, L, T: tl.constexpr, LP: tl.constexpr
+    picks_ptr, experts_ptr, slots_ptr, K, L, T: tl.constexpr, LP: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     row_tile = tl.program_id(0)
     i = tl.arange(0, LP)
     pick = tl.load(picks_ptr + row_tile * L + i, mask=i < L, other=-1)
@@ -125,22 +151,78 @@ def expert_list_kernel(
 
 
 @triton.jit
-def expert_up_kernel(
-    w_ptr, ws_ptr, x_ptr, xs_ptr, experts_ptr, slots_ptr, weights_ptr, codes_ptr, scales_ptr,
-    D, F, R, K, L, STEPS, LIMIT,
-    TILE: tl.constexpr, P: tl.constexpr, T: tl.constexpr,
+def combine_pairs(
+    part_ptr, arrive_ptr, part, low, high, SPLIT: tl.constexpr, TILE: tl.constexpr, T: tl.constexpr
 ):  # fmt: skip
-    tile, place, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """As gemv.combine_parts, for two sums. part_ptr: SPLIT times 2 * TILE * T places."""
+    at = tl.arange(0, TILE)[:, None] * T + tl.arange(0, T)[None, :]
+    own = part_ptr + part * (2 * TILE * T) + at
+    tl.store(own, low)
+    tl.store(own + TILE * T, high)
+    tl.debug_barrier()
+    last = tl.atomic_add(arrive_ptr, 1, sem="acq_rel") == SPLIT - 1
+    if last:
+        low = tl.load(part_ptr + at, cache_modifier=".cg")
+        high = tl.load(part_ptr + at + TILE * T, cache_modifier=".cg")
+        for s in range(1, SPLIT):
+            other = part_ptr + s * (2 * TILE * T) + at
+            low += tl.load(other, cache_modifier=".cg")
+            high += tl.load(other + TILE * T, cache_modifier=".cg")
+        tl.store(arrive_ptr, 0)
+    return last, low, high
+
+
+@triton.jit
+def tile_sums(
+    w_ptr, ws_ptr, x_ptr, xs_ptr, part_ptr, arrive_ptr, x_at, xs_at, XS_STRIDE, mine, G, tile,
+    number, part, TILE: tl.constexpr, P: tl.constexpr, SPLIT: tl.constexpr, T: tl.constexpr,
+    GATHERED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Products of a tile: whether this program has them, and two fp32 [TILE, T]. tile: of all the
+    experts' tiles; number: of this launch's."""
+    steps = (G + P - 1) // P
+    per_part = (steps + SPLIT - 1) // SPLIT
+    first = part * per_part * P
+    groups = min(G, first + per_part * P) - first
+    start = tile.to(tl.int64) * G + first
+    low, high = expert_sums(
+        w_ptr + start * TILE * 32, ws_ptr + start * 2 * TILE, x_ptr + first * 32,
+        xs_ptr + first * XS_STRIDE, x_at, xs_at, XS_STRIDE, mine, groups,
+        TILE, P, T, GATHERED, MASKED,
+    )  # fmt: skip
+    if SPLIT == 1:
+        return True, low, high
+    else:
+        return combine_pairs(
+            part_ptr + number.to(tl.int64) * SPLIT * 2 * TILE * T, arrive_ptr + number, part,
+            low, high, SPLIT, TILE, T,
+        )  # fmt: skip
+
+
+@triton.jit
+def expert_up_kernel(
+    w_ptr, ws_ptr, x_ptr, xs_ptr, part_ptr, arrive_ptr, experts_ptr, slots_ptr, weights_ptr,
+    codes_ptr, scales_ptr, D, F, R, K, L, LIMIT,
+    TILE: tl.constexpr, P: tl.constexpr, SPLIT: tl.constexpr, T: tl.constexpr,
+    MASKED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    place, row_tile = tl.program_id(1), tl.program_id(2)
+    tile, part = tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT
+    tiles = tl.num_programs(0) // SPLIT
     expert = tl.load(experts_ptr + row_tile * L + place)
     if expert < 0:
         return
     t = tl.arange(0, T)
     rows = row_tile * T + t
     slot = tl.load(slots_ptr + (row_tile * L + place) * T + t)
-    gate, up = expert_sums(
-        w_ptr, ws_ptr, x_ptr, xs_ptr, rows[None, :] * D, rows, R, slot >= 0,
-        expert * tl.num_programs(0) + tile, STEPS, TILE, P, T, MASKED=False,
+    have, gate, up = tile_sums(
+        w_ptr, ws_ptr, x_ptr, xs_ptr, part_ptr, arrive_ptr, rows * D, rows, R, slot >= -1, D // 32,
+        expert * tiles + tile, (row_tile * L + place) * tiles + tile, part,
+        TILE, P, SPLIT, T, False, MASKED,
     )  # fmt: skip
+    if not have:
+        return
     mine = slot >= 0
     pick = rows * K + slot
     weight = tl.load(weights_ptr + pick, mask=mine, other=0.0)
@@ -162,11 +244,15 @@ def expert_up_kernel(
 
 @triton.jit
 def expert_down_kernel(
-    w_ptr, ws_ptr, x_ptr, xs_ptr, experts_ptr, slots_ptr, y_ptr,
-    D, F, R, K, L, STEPS,
-    TILE: tl.constexpr, P: tl.constexpr, T: tl.constexpr,
+    w_ptr, ws_ptr, x_ptr, xs_ptr, part_ptr, arrive_ptr, experts_ptr, slots_ptr, y_ptr,
+    D, F, R, K, L,
+    TILE: tl.constexpr, P: tl.constexpr, SPLIT: tl.constexpr, T: tl.constexpr,
+    MASKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    tile, place, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    wait_for_inputs(PDL)
+    place, row_tile = tl.program_id(1), tl.program_id(2)
+    tile, part = tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT
+    tiles = tl.num_programs(0) // SPLIT
     expert = tl.load(experts_ptr + row_tile * L + place)
     if expert < 0:
         return
@@ -174,10 +260,13 @@ def expert_down_kernel(
     slot = tl.load(slots_ptr + (row_tile * L + place) * T + t)
     mine = slot >= 0
     pick = (row_tile * T + t) * K + slot
-    low, high = expert_sums(
-        w_ptr, ws_ptr, x_ptr, xs_ptr, pick[None, :] * F, pick, R * K, mine,
-        expert * tl.num_programs(0) + tile, STEPS, TILE, P, T, MASKED=True,
+    have, low, high = tile_sums(
+        w_ptr, ws_ptr, x_ptr, xs_ptr, part_ptr, arrive_ptr, pick * F, pick, R * K, mine, F // 32,
+        expert * tiles + tile, (row_tile * L + place) * tiles + tile, part,
+        TILE, P, SPLIT, T, True, MASKED,
     )  # fmt: skip
+    if not have:
+        return
     n = tile * 2 * TILE + tl.arange(0, TILE)
     at = pick[None, :] * D + n[:, None]
     tl.store(y_ptr + at, to_bf16_rne(low), mask=mine[None, :])
@@ -185,7 +274,8 @@ def expert_down_kernel(
 
 
 @triton.jit
-def swiglu_kernel(h_ptr, codes_ptr, scales_ptr, F, R, LIMIT, GB: tl.constexpr):
+def swiglu_kernel(h_ptr, codes_ptr, scales_ptr, F, R, LIMIT, GB: tl.constexpr, PDL: tl.constexpr):
+    wait_for_inputs(PDL)
     row = tl.program_id(0)
     g = tl.program_id(1) * GB + tl.arange(0, GB)
     at = g[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -218,6 +308,28 @@ def expert_list(picks: Tensor) -> ExpertList:
     return ExpertList(experts, slots)
 
 
+def _grid(w: Tiled, listed: ExpertList, device: torch.device) -> tuple[tuple[int, ...], Tensor]:
+    """Programs of a launch, and room for the parts of their sums."""
+    plan, (row_tiles, places) = w.plan, listed.experts.shape
+    tiles = w.rows // (2 * plan.tile)
+    grid = tiles * plan.split, places, row_tiles
+    if plan.split == 1:
+        return grid, w.arrivals
+    if w.arrivals.numel() < tiles * places * row_tiles:
+        raise ValueError(f"{row_tiles * ROW_TILE} rows are more than there are counters for")
+    size = tiles * places * row_tiles * plan.split * 2 * plan.tile * ROW_TILE
+    return grid, torch.empty(size, dtype=torch.float32, device=device)
+
+
+def _options(w: Tiled) -> dict[str, int]:
+    plan = w.plan
+    return {
+        "TILE": plan.tile, "P": plan.step, "SPLIT": plan.split, "T": ROW_TILE,
+        "MASKED": w.cols // GROUP % plan.step != 0,
+        "num_warps": plan.warps, "num_stages": plan.stages,
+    }  # fmt: skip
+
+
 def routed_up(
     x: QuantRows, listed: ExpertList, weights: Tensor, w13: Tiled, *, limit: float
 ) -> QuantRows:
@@ -235,14 +347,12 @@ def routed_up(
     width = w13.rows // 2
     codes = torch.empty(rows * k, width, dtype=torch.uint8, device=device)
     scales = torch.empty(width // GROUP, rows * k, dtype=torch.float32, device=device)
+    grid, parts = _grid(w13, listed, device)
     launch(
-        expert_up_kernel,
-        (width // plan.tile, listed.experts.shape[1], rows // ROW_TILE),
-        w13.values, w13.scales, x.codes, x.scales, listed.experts, listed.slots, weights,
-        codes, scales,
-        hidden, width, rows, k, listed.experts.shape[1], hidden // GROUP // plan.step, limit,
-        TILE=plan.tile, P=plan.step, T=ROW_TILE,
-        num_warps=plan.warps, num_stages=plan.stages,
+        expert_up_kernel, grid,
+        w13.values, w13.scales, x.codes, x.scales, parts, w13.arrivals, listed.experts,
+        listed.slots, weights, codes, scales,
+        hidden, width, rows, k, listed.experts.shape[1], limit, **_options(w13),
     )  # fmt: skip
     return QuantRows(codes, scales)
 
@@ -251,17 +361,15 @@ def routed_down(h: QuantRows, listed: ExpertList, w2: Tiled, *, picks: int) -> T
     """h FP8 [R * K, F] through the down half of the same experts: bfloat16 [R, K, D]
     (contract: ops.moe). `picks`: K."""
     total, width = h.codes.shape
-    rows, plan, hidden = total // picks, w2.plan, w2.rows
+    rows, hidden = total // picks, w2.rows
     _check_experts(w2, listed, rows, picks, width)
     device = check(h.codes, h.scales, listed.experts, listed.slots, w2.values)
     y = torch.empty(rows, picks, hidden, dtype=torch.bfloat16, device=device)
+    grid, parts = _grid(w2, listed, device)
     launch(
-        expert_down_kernel,
-        (hidden // (2 * plan.tile), listed.experts.shape[1], rows // ROW_TILE),
-        w2.values, w2.scales, h.codes, h.scales, listed.experts, listed.slots, y,
-        hidden, width, rows, picks, listed.experts.shape[1], width // GROUP // plan.step,
-        TILE=plan.tile, P=plan.step, T=ROW_TILE,
-        num_warps=plan.warps, num_stages=plan.stages,
+        expert_down_kernel, grid,
+        w2.values, w2.scales, h.codes, h.scales, parts, w2.arrivals, listed.experts, listed.slots,
+        y, hidden, width, rows, picks, listed.experts.shape[1], **_options(w2),
     )  # fmt: skip
     return y
 

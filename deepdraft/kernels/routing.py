@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepdraft.kernels.runtime import check, launch, next_power
+from deepdraft.kernels.runtime import check, launch, next_power, wait_for_inputs
 
 
 @triton.jit
@@ -34,8 +34,9 @@ def softplus(x):
 @triton.jit
 def route_kernel(
     logits_ptr, bias_ptr, live_ptr, picks_ptr, weights_ptr, E, TEMPERATURE, SCALE,
-    K: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     row = tl.program_id(0)
     e, k = tl.arange(0, EP), tl.arange(0, KP)
     real = e < E

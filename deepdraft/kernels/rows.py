@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepdraft.kernels.rounding import to_bf16_rne
-from deepdraft.kernels.runtime import check, launch, next_power
+from deepdraft.kernels.runtime import check, launch, next_power, wait_for_inputs
 
 _BLOCK = 1024
 PLAN = ("window", "before", "keep", "reach1", "reach2", "base1", "base2", "entry1", "entry2")
@@ -32,8 +32,9 @@ def place_kernel(
     ids_ptr, position_ptr, slot_ptr, floor_ptr, tokens_ptr, turns_ptr,
     plan_ptr, list_ptr, angle_ptr,
     R, W, RING, PENDING, ENTRIES_1, ENTRIES_2, CONTEXT,
-    WP: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
+    WP: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     row = tl.program_id(0)
     position = tl.load(position_ptr + row)
     live = position >= 0
@@ -74,8 +75,9 @@ def place_kernel(
 @triton.jit
 def draft_place_kernel(
     position_ptr, slot_ptr, floor_ptr, turns_ptr, plan_ptr, list_ptr, angle_ptr,
-    R, W, B, RING, PLACES, PP: tl.constexpr, P: tl.constexpr, LP: tl.constexpr,
+    R, W, B, RING, PLACES, PP: tl.constexpr, P: tl.constexpr, LP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     row = tl.program_id(0)
     position = tl.load(position_ptr + row)
     live = position >= 0
@@ -98,8 +100,9 @@ def draft_place_kernel(
 @triton.jit
 def engram_rows_kernel(
     tokens_ptr, position_ptr, slot_ptr, map_ptr, factor_ptr, prime_ptr, offset_ptr, size_ptr,
-    rows_ptr, R, CONTEXT, PAD, H, N: tl.constexpr, HP: tl.constexpr,
+    rows_ptr, R, CONTEXT, PAD, H, N: tl.constexpr, HP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     row, layer = tl.program_id(0), tl.program_id(1)
     position = tl.load(position_ptr + row)
     slot = tl.maximum(tl.load(slot_ptr + row), 0)
@@ -122,7 +125,10 @@ def engram_rows_kernel(
 
 
 @triton.jit
-def embed_kernel(ids_ptr, table_ptr, x_ptr, D, S: tl.constexpr, BLOCK: tl.constexpr):
+def embed_kernel(
+    ids_ptr, table_ptr, x_ptr, D, S: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    wait_for_inputs(PDL)
     row = tl.program_id(0)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(ids_ptr + row).to(tl.int64)
@@ -132,7 +138,10 @@ def embed_kernel(ids_ptr, table_ptr, x_ptr, D, S: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def tap_kernel(x_ptr, taps_ptr, D, STRIDE, START, S: tl.constexpr, BLOCK: tl.constexpr):
+def tap_kernel(
+    x_ptr, taps_ptr, D, STRIDE, START, S: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    wait_for_inputs(PDL)
     row = tl.program_id(0)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)

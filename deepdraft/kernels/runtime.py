@@ -40,8 +40,54 @@ def next_power(n: int, least: int = 1) -> int:
     return max(least, 1 << (n - 1).bit_length())
 
 
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """Under programmatic launch: wait until what earlier kernels wrote can be read, then let the
+    next one start. Before it a kernel reads weights only and writes nothing; every program passes
+    it, or a later kernel could overtake an earlier one."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch_l2(ptr, size):
+    """Have `size` bytes (a multiple of 16) from ptr brought into the L2 cache, without waiting."""
+    tl.inline_asm_elementwise(
+        """
+        { .reg .pred first; .reg .u32 lane;
+          mov.u32 lane, %tid.x;  setp.eq.u32 first, lane, 0;
+          @first cp.async.bulk.prefetch.L2.global [$1], $2;  mov.u32 $0, 0; }
+        """,
+        "=r,l,r",
+        [ptr.to(tl.int64), size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+_programmatic = False
+
+
+def use_programmatic_launch(on: bool) -> None:
+    """Whether kernels launched from now on may start while their predecessor ends (Hopper's
+    programmatic dependent launch). A captured graph keeps what it was captured with; results are
+    the same. Off in the interpreter."""
+    global _programmatic
+    _programmatic = on and not INTERPRET.value
+
+
 def launch(kernel: Any, grid: tuple[Any, ...], *args: object, **options: object) -> None:
-    """kernel[grid](*args, **options): a jitted function's parameters are not those of a call."""
+    """kernel[grid](*args, **options): a jitted function's parameters are not those of a call.
+
+    A kernel with a parameter PDL is launched programmatically where that is switched on; another
+    one starts when its predecessor has ended.
+    """
+    if "PDL" in kernel.arg_names:
+        options["PDL"] = _programmatic
+        if _programmatic:
+            options["launch_pdl"] = True
     kernel[grid](*args, **options)
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepdraft.kernels.runtime import check, launch, next_power
+from deepdraft.kernels.runtime import check, launch, next_power, wait_for_inputs
 
 _TILE = 4096
 # Constants of the splitmix64 finaliser and its Weyl step (Steele, Lea and Flood, 2014).
@@ -50,8 +50,10 @@ def logit_tile(logits_ptr, bias_ptr, row, v, V, BIAS: tl.constexpr):
 
 @triton.jit
 def largest_kernel(
-    logits_ptr, bias_ptr, position_ptr, tops_ptr, V, N: tl.constexpr, BIAS: tl.constexpr
+    logits_ptr, bias_ptr, position_ptr, tops_ptr, V, N: tl.constexpr, BIAS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     tile, row = tl.program_id(0), tl.program_id(1)
     if tl.load(position_ptr + row) < 0:
         return
@@ -65,8 +67,9 @@ def largest_kernel(
 def best_kernel(
     logits_ptr, bias_ptr, tops_ptr, slot_ptr, temperature_ptr, seed_ptr, position_ptr,
     best_ptr, token_ptr, V, AHEAD,
-    N: tl.constexpr, TP: tl.constexpr, BIAS: tl.constexpr, SLOTS: tl.constexpr,
+    N: tl.constexpr, TP: tl.constexpr, BIAS: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     tile, row = tl.program_id(0), tl.program_id(1)
     position = tl.load(position_ptr + row)
     if position < 0:
@@ -92,8 +95,10 @@ def best_kernel(
 
 @triton.jit
 def pick_kernel(
-    best_ptr, token_ptr, tops_ptr, position_ptr, picked_ptr, V, TILES, TP: tl.constexpr
+    best_ptr, token_ptr, tops_ptr, position_ptr, picked_ptr, V, TILES, TP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     row = tl.program_id(0)
     i = tl.arange(0, TP)
     best = tl.load(best_ptr + row * TILES + i, mask=i < TILES, other=float("-inf"))

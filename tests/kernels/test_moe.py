@@ -1,5 +1,7 @@
 """Routed experts against the float64 reference; the expert list; bits against other rows."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -34,12 +36,14 @@ def expert_weights(shape, seed=0):
     ]
 
 
-def tiled(parts):
+def tiled(parts, split=1):
     w1, w3, w2 = parts
     width, hidden = w1[0].shape[1], w2[0].shape[1]
-    tile = layout.expert_plan(2 * width, hidden).tile
-    up = [layout.interleave_pair(a, b, tile) for a, b in zip(w1, w3, strict=True)]
-    return layout.tile_mxfp4(*up), layout.tile_mxfp4(*w2)
+    plans = [layout.expert_plan(2 * width, hidden), layout.expert_plan(hidden, width)]
+    if split > 1:
+        plans = [dataclasses.replace(p, step=2, split=split) for p in plans]
+    up = [layout.interleave_pair(a, b, plans[0].tile) for a, b in zip(w1, w3, strict=True)]
+    return layout.tile_mxfp4(*up, plans[0]), layout.tile_mxfp4(*w2, plans[1])
 
 
 def routing(rows, experts, k, seed=0):
@@ -127,10 +131,12 @@ def test_sums_that_are_exact_give_equal_bits():
     assert torch.equal(y.cpu(), want.bfloat16())
 
 
-def test_bits_do_not_depend_on_other_rows():
-    shape = (3, 2, 32, 32)
-    w13, w2 = tiled(expert_weights(shape))
-    x = rows_of(9, 32, seed=2)
+@pytest.mark.parametrize("split", [1, 2])
+def test_bits_do_not_depend_on_other_rows(split):
+    width = 32 if split == 1 else 128
+    shape = (3, 2, width, width)
+    w13, w2 = tiled(expert_weights(shape), split)
+    x = rows_of(9, width, seed=2)
     picks, weights = routing(9, 3, 2)
 
     def run(rows, at):
@@ -139,11 +145,27 @@ def test_bits_do_not_depend_on_other_rows():
         return moe.routed_down(h, listed, w2, picks=2)[:n], number(h, picks[at])
 
     full = run(x, list(range(9)))
+    assert not w13.arrivals.any()
     for at in ([0], [8, 4, 0, 7]):
         for got, want in zip(run(x[at], at), full, strict=True):
             assert torch.equal(got, want[at])
     got = run(poisoned(x[:8], 5), list(range(8)))
     assert all(torch.equal(g[5], f[5]) for g, f in zip(got, full, strict=True))
+
+
+def test_parts_of_a_sum_are_added():
+    shape = (3, 2, 128, 288)
+    parts = expert_weights(shape)
+    x, (picks, weights) = rows_of(3, 128, seed=1), routing(3, 3, 2)
+    results = []
+    for split in (1, 2):
+        w13, w2 = tiled(parts, split)
+        h, listed = run_up(x, picks, weights, w13)
+        results.append((number(h, picks), moe.routed_down(h, listed, w2, picks=2)[:3].float()))
+    for whole, split in zip(*results, strict=True):
+        # A last bit of a sum may move a value to the next code.
+        assert (whole == split).double().mean() >= 0.98
+        torch.testing.assert_close(whole, split, rtol=2.0**-3, atol=2.0**-3)
 
 
 @pytest.mark.parametrize("width", [32, 96, 288])
