@@ -25,9 +25,10 @@ ENCODER, DECODER, DRAFTER = range(3)
 
 
 class DeviceCaches:
-    """window [layers + drafters][S * ring, C + C/32], main and index {source: [S * entries, *]},
-    pending {source: float32 [S * pending_ring, 2C]} (ratio 2), all bytes but the last; tokens int32
-    [S, context]; floors int32 [S, 3]; turns float32 [context, 4, P]."""
+    """window [layers + drafters][S * ring, C + C/32], views of window_rows; main and index
+    {source: [S * entries, *]}; pending {source: float32 [S * pending_ring, 2C]} (ratio 2); all but
+    that are bytes; tokens int32 [S, context]; floors int32 [S, 3]; turns float32 [context, 4, P].
+    """
 
     def __init__(
         self,
@@ -62,7 +63,9 @@ class DeviceCaches:
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        self.window = [records("window", self.ring, args.head_dim) for _ in range(layers)]
+        size = (layers, num_sequences * self.ring, record_bytes("window", args.head_dim))
+        self.window_rows = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.window = list(self.window_rows)
         self.main = {s: records("main", self.entries[ratio[s] - 1], args.head_dim) for s in sources}
         self.index = {
             s: records("index", self.entries[ratio[s] - 1], args.index_head_dim) for s in sources
@@ -80,7 +83,12 @@ class DeviceCaches:
     @property
     def nbytes(self) -> int:
         """Device memory of everything here."""
-        parts = [*self.window, *self.main.values(), *self.index.values(), *self.pending.values()]
+        parts = [
+            self.window_rows,
+            *self.main.values(),
+            *self.index.values(),
+            *self.pending.values(),
+        ]
         return sum(t.nbytes for t in (*parts, self.tokens, self.floors, self.turns))
 
 

@@ -21,7 +21,7 @@ from deepdraft.errors import ConfigError, StateError
 from deepdraft.kernels import gemv, markov
 from deepdraft.kernels.runtime import pad_rows, padded_rows
 from deepdraft.models.deepseek_v41 import DeepseekV41, Record, StepOutput, Work
-from deepdraft.models.dspark import DraftStart
+from deepdraft.models.dspark import DraftStart, Refined
 from deepdraft.models.layers import WeightSource, make_numerics
 from deepdraft.models.state import SequenceState, StatePool
 from deepdraft.models.v41_buffers import DECODER, DRAFTER, ENCODER, DeviceCaches, RowInputs
@@ -54,10 +54,12 @@ class DevicePool(StatePool):
         self.ring, self.pending_ring = caches.ring, caches.pending_ring
         self.ratios = {s: args.compress_ratios[s] for s in args.kv_source_layer_ids}
         self.entries = {s: caches.entries[r - 1] for s, r in self.ratios.items()}
-        self.window = torch.stack([w[:1] for w in caches.window])
+        self.window = caches.window_rows
         self.main, self.index, self.pending = caches.main, caches.index, caches.pending
         self._free = list(range(num_sequences - 1, -1, -1))
         self._floors: dict[int, list[int]] = {}
+        self._told: dict[int, tuple[SequenceState, int]] = {}
+        """Per slot: whose tokens the device knows, and how many."""
 
     @property
     def allocated_bytes(self) -> int:
@@ -69,6 +71,17 @@ class DevicePool(StatePool):
         if not self._free:
             raise StateError(f"all {self.num_sequences} sequences of the state pool are in use")
         return SequenceState(self, self._free.pop())
+
+    def prepare(self, state: SequenceState, first: int, end: int) -> None:
+        """Before rows first..end of a sequence run: its floors, and the tokens that the n-gram hash
+        looks back to, where the device has not seen them (a sequence that was copied here)."""
+        self.set_floors(state)
+        owner, known = self._told.get(state.slot, (None, 0))
+        if owner is not state or first > known:
+            begin = max(0, first - self.args.engram_max_ngram_size + 1)
+            ids = torch.tensor(state.token_ids[begin:first], dtype=torch.int32)
+            self.caches.tokens[state.slot, begin:first].copy_(ids)
+        self._told[state.slot] = state, end
 
     def set_floors(self, state: SequenceState) -> None:
         """Tell the device from where on a sequence's windows exist."""
@@ -173,8 +186,8 @@ class DeviceV41(DeepseekV41):
         assert isinstance(pool, DevicePool)
         if self._step is None or self._step.caches is not pool.caches:
             raise StateError("this model runs on the pool that it made last")
-        for state, _, _ in piece:
-            pool.set_floors(state)
+        for state, first, new in piece:
+            pool.prepare(state, first, first + len(new))
         count = sum(len(new) for _, _, new in piece)
         captured = self._at(padded_rows(count))
         captured.inputs.set([(state.slot, first, new) for state, first, new in piece])
@@ -321,11 +334,13 @@ class DraftModel:
         ]
 
     @torch.inference_mode()
-    def refine(self, start: DraftStart, b: int, previous: int) -> tuple[Tensor, Tensor]:
-        """Logits [V] of draft b and its raw confidence [], given the token before it."""
+    def refine(self, starts: Sequence[DraftStart], b: int, previous: Sequence[int]) -> Refined:
+        """Draft b of several blocks, given the token before it in each."""
         w = self.device_drafter.drafter
-        token = torch.tensor([previous], dtype=torch.int32, device=self.device)
-        e = markov.embed_rows(token, w.markov_embed)
-        bias = gemv.gemv(pad_rows(e), w.markov_head, dtype=torch.float32)[0]
-        both = torch.cat([start.hidden[b].float(), e[0].float()])
-        return start.base_logits[b] + bias, (both * w.confidence).sum()
+        tokens = torch.tensor(list(previous), dtype=torch.int32, device=self.device)
+        e = markov.embed_rows(tokens, w.markov_embed)
+        bias = gemv.gemv(pad_rows(e), w.markov_head, dtype=torch.float32)[: len(starts)]
+        logits = torch.stack([start.base_logits[b] for start in starts]) + bias
+        hidden = torch.stack([start.hidden[b] for start in starts])
+        both = torch.cat([hidden.float(), e.float()], 1)
+        return Refined(logits, (both * w.confidence).sum(1))

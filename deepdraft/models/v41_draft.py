@@ -19,7 +19,15 @@ from torch import Tensor
 from deepdraft.errors import ConfigError
 from deepdraft.kernels import attention, cache, gemv, mhc, rows
 from deepdraft.models.v41_buffers import DeviceCaches, RowInputs
-from deepdraft.models.v41_step import Flow, Lanes, Output, attention_out, run_experts, run_mix
+from deepdraft.models.v41_joins import Joins
+from deepdraft.models.v41_step import (
+    Flow,
+    Lanes,
+    Output,
+    attention_out,
+    run_experts,
+    run_mix,
+)
 from deepdraft.models.v41_weights import DrafterWeights, ModelWeights
 
 
@@ -35,12 +43,18 @@ class DeviceDrafter:
     """The drafter over the rings of `caches`."""
 
     def __init__(
-        self, weights: ModelWeights, caches: DeviceCaches, *, side_lanes: bool = True
+        self,
+        weights: ModelWeights,
+        caches: DeviceCaches,
+        *,
+        side_lanes: bool = True,
+        joins: Joins | None = None,
     ) -> None:
         if weights.drafter is None:
             raise ConfigError("this model was loaded without its drafter")
         self.weights, self.caches, self.args = weights, caches, weights.args
         self.drafter: DrafterWeights = weights.drafter
+        self.joins = joins or Joins()
         self.first_mix = torch.zeros(1, self.args.hc_mult, device=weights.device)
         self.first_mix[0, 0] = 1.0
         self.lanes = Lanes(weights.device, on=side_lanes)
@@ -92,15 +106,19 @@ class DeviceDrafter:
             o = attention.sparse_attention(
                 query, cos, sin, window, lists, attn.sink, scale=args.head_dim**-0.5
             )
-            y = attention_out(o, attn)
+            y = attention_out(o, attn, self.joins)
             self.lanes.join("mix")
             flow.leave(coef, y)
             _, v, v_quant = flow.enter(layer.ffn_norm, eps)
             with self.lanes.aside("mix"):
                 coef = run_mix(flow.x, layer.mix_ffn, args)
-            made = run_experts(v, v_quant, inputs.positions, layer.experts, args, self.lanes)
+            made = run_experts(
+                v, v_quant, inputs.positions, layer.experts, args, self.lanes, self.joins
+            )
             self.lanes.join("mix")
             flow.leave(coef, *made)
         hidden = x.new_empty(len(inputs), args.hidden_size)
         _, h, _ = flow.enter(w.norm, eps, hidden)
-        return DraftPass(gemv.gemv(h, weights.head, dtype=torch.float32), hidden)
+        base = self.joins.logits(h, weights.head)
+        self.joins.finish()
+        return DraftPass(base, hidden)

@@ -22,6 +22,7 @@ from deepdraft.arch import LayerRole, V41Args
 from deepdraft.kernels import attention, cache, engram, gemv, index, mhc, moe, routing, rows
 from deepdraft.kernels.gemv import QuantRows
 from deepdraft.models.v41_buffers import DeviceCaches, RowInputs
+from deepdraft.models.v41_joins import Joins
 from deepdraft.models.v41_weights import (
     AttentionWeights,
     ExpertWeights,
@@ -142,12 +143,12 @@ def run_mix(x: Tensor, w: MixWeights, args: V41Args, skip: Skip = frozenset()) -
     )  # fmt: skip
 
 
-def attention_out(o: Tensor, w: AttentionWeights, skip: Skip = frozenset()) -> Tensor:
+def attention_out(o: Tensor, w: AttentionWeights, joins: Joins, skip: Skip = frozenset()) -> Tensor:
     """Head outputs [R, H, C] through the grouped map: bfloat16 [R, D]."""
     if "attention_out" in skip:
         return o.flatten(1)[:, : w.wo_b.rows].contiguous()
     t = gemv.gemv(o.flatten(1), w.wo_a, blocks=w.groups)
-    return gemv.gemv(gemv.quantize_rows(t), w.wo_b)
+    return joins.rows(gemv.quantize_rows(t), w.wo_b)
 
 
 def run_experts(
@@ -157,10 +158,12 @@ def run_experts(
     w: ExpertWeights,
     args: V41Args,
     lanes: Lanes,
+    joins: Joins,
     forced: Tensor | None = None,
     skip: Skip = frozenset(),
-) -> tuple[Tensor, Tensor]:
-    """v [R, D] -> picked outputs bfloat16 [R, K, D] and the shared expert's [R, D].
+) -> tuple[Tensor, Tensor | None]:
+    """v [R, D] -> picked outputs bfloat16 [R, K, D] and the shared expert's [R, D]; their sum and
+    None where ranks have joined them.
 
     forced int32 [R, K]: these experts instead of the router's choice (measurements).
     """
@@ -183,16 +186,23 @@ def run_experts(
         y = moe.routed_down(up, listed, w.w2, picks=w.picks)
     if "shared" not in skip:
         lanes.join("side")
-    return y, shared_out
+    return joins.picks(y, shared_out)
 
 
 class DeviceStep:
     """The backbone and its head over the caches of `caches`."""
 
     def __init__(
-        self, weights: ModelWeights, caches: DeviceCaches, *, side_lanes: bool = True
+        self,
+        weights: ModelWeights,
+        caches: DeviceCaches,
+        *,
+        side_lanes: bool = True,
+        joins: Joins | None = None,
     ) -> None:
+        """`joins`: where several ranks run the model, each with its part of `weights`."""
         self.weights, self.caches = weights, caches
+        self.joins = joins or Joins()
         self.lanes = Lanes(weights.device, on=side_lanes)
         self.args = args = weights.args
         self.first_mix = torch.zeros(1, args.hc_mult, dtype=torch.float32, device=weights.device)
@@ -206,7 +216,7 @@ class DeviceStep:
         """All layers and the head on these rows; writes their state."""
         args, weights = self.args, self.weights
         places = self.place(inputs)
-        memory = self._table_rows(places)
+        memory = self.joins.table_rows(self._table_rows(places))
         x = rows.embed(inputs.ids, weights.embed, args.hc_mult)
         count = x.shape[0]
         flow = Flow(x, pre=self.first_mix.expand(count, -1).contiguous())
@@ -223,7 +233,9 @@ class DeviceStep:
                 number += 1
             self.run_block(layer, flow, places, skip)
         _, h, _ = flow.enter(weights.norm, args.rms_norm_eps)
-        return Output(gemv.gemv(h, weights.head, dtype=torch.float32), taps, places)
+        logits = self.joins.logits(h, weights.head)
+        self.joins.finish()
+        return Output(logits, taps, places)
 
     def run_block(self, layer: int, flow: Flow, places: Places, skip: Skip = frozenset()) -> None:
         """One layer: attention, then experts; what it adds last waits in `flow`."""
@@ -244,8 +256,9 @@ class DeviceStep:
             coef = run_mix(flow.x, w.mix_ffn, args, skip)
         forced = None if self.forced is None else self.forced[layer]
         made = run_experts(
-            v, v_quant, places.inputs.positions, w.experts, args, self.lanes, forced, skip
-        )
+            v, v_quant, places.inputs.positions, w.experts, args, self.lanes, self.joins, forced,
+            skip,
+        )  # fmt: skip
         self.lanes.join("mix")
         flow.leave(coef, *made)
 
@@ -277,7 +290,7 @@ class DeviceStep:
     def _inject(self, x: Tensor, w: LayerWeights, table_rows: Tensor) -> Tensor:
         assert w.engram is not None
         found = engram.gather_rows(w.engram.values, w.engram.scales, table_rows)
-        kv = gemv.gemv(found, w.engram.wkv)
+        kv = self.joins.rows(found, w.engram.wkv)
         return engram.inject(x, kv, w.engram.gate, norm_eps=self.args.rms_norm_eps)
 
     def _attention(
@@ -320,13 +333,14 @@ class DeviceStep:
             main, chosen = caches.main[role.kv_source], kept.address
         if "attention" in skip:
             heads = query[:, : w.sink.shape[0] * args.head_dim]
-            return attention_out(heads.unflatten(1, (w.sink.shape[0], -1)).contiguous(), w, skip)
+            o = heads.unflatten(1, (w.sink.shape[0], -1)).contiguous()
+            return attention_out(o, w, self.joins, skip)
         o = attention.sparse_attention(
             query, *turn, window, places.lists[int(role.decoder)], w.sink,
             scale=args.head_dim**-0.5, main=main, main_rows=chosen,
         )  # fmt: skip
         self._note(f"L{layer}.attn_o", o)
-        return attention_out(o, w, skip)
+        return attention_out(o, w, self.joins, skip)
 
     def _write_entry(
         self, layer: int, role: LayerRole, w: AttentionWeights, raw: Tensor, places: Places

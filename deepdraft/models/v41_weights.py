@@ -348,11 +348,9 @@ def _drafter(load: _Loader, args: V41Args) -> DrafterWeights:
     )
 
 
-def _hash_tables(
-    args: V41Args, layers: Sequence[LayerWeights], token_map: Sequence[int], device: torch.device
-) -> HashTables:
+def _hash_tables(args: V41Args, token_map: Sequence[int], device: torch.device) -> HashTables:
     tables = engram_tables(args)
-    sizes = [w.engram.values.shape[0] for w in layers if w.engram is not None]
+    sizes = list(args.engram_num_embeddings)  # of whole tables, also where a rank holds parts
     return HashTables(
         token_map=torch.tensor(list(token_map), dtype=torch.int32, device=device),
         factors=torch.from_numpy(tables.multipliers).to(device),
@@ -392,7 +390,7 @@ def load_weights(
         head=load.bf16("head.weight"),
         drafter=_drafter(load, args) if drafter and args.num_nextn_predict_layers else None,
         hash=(
-            _hash_tables(args, layers, token_map, device)
+            _hash_tables(args, token_map, device)
             if args.engram_layer_ids and token_map is not None
             else None
         ),

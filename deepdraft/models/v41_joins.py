@@ -1,0 +1,83 @@
+"""Where the ranks' parts of a device step become whole.
+
+Owns: the calls a step makes at these places, for one rank and for several. On one rank they are the
+products themselves, so a step has one code path.
+Knows nothing of: layers, processes. The torch model's counterpart is `parallel.shards`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepdraft.kernels import gemv
+from deepdraft.kernels.gemv import QuantRows
+from deepdraft.kernels.layout import Tiled
+from deepdraft.kernels.one_shot import OneShot
+
+
+class Joins:
+    """One rank: nothing is to be joined."""
+
+    def rows(self, x: QuantRows | Tensor, w: Tiled) -> Tensor:
+        """x times a map whose columns are split: bfloat16 [R, N]."""
+        return gemv.gemv(x, w)
+
+    def picks(self, y: Tensor, shared: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Outputs of the experts bfloat16 [R, K, D] and [R, D]: as the boundary takes them."""
+        return y, shared
+
+    def logits(self, h: Tensor, head: Tiled) -> Tensor:
+        """h times a map whose rows are split: float32 [R, V]."""
+        return gemv.gemv(h, head, dtype=torch.float32)
+
+    def table_rows(self, rows: Tensor) -> Tensor:
+        """Table rows int64 [Engram layers, R, G] of all hash tables -> of this rank's."""
+        return rows
+
+    def finish(self) -> None:
+        """The launches of one step are over."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTables:
+    """One Engram layer's tables on this rank: which hashes, the first stored row, how many."""
+
+    hashes: slice
+    first_row: int
+    num_rows: int
+
+
+class RankJoins(Joins):
+    """One of several ranks. All ranks make the same calls."""
+
+    def __init__(self, exchange: OneShot, tables: Sequence[OwnTables] = ()) -> None:
+        """`tables`: of each Engram layer, in order."""
+        self.exchange, self.tables = exchange, tables
+
+    def rows(self, x: QuantRows | Tensor, w: Tiled) -> Tensor:
+        """The ranks' products, added in float32 in rank order."""
+        return self.exchange.sum_rows(gemv.gemv(x, w, dtype=torch.float32))
+
+    def picks(self, y: Tensor, shared: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Each rank's picks and shared expert in order, then the ranks."""
+        return self.exchange.sum_picks(y, shared), None
+
+    def logits(self, h: Tensor, head: Tiled) -> Tensor:
+        """The ranks' parts of the vocabulary side by side."""
+        return self.exchange.gather(gemv.gemv(h, head, dtype=torch.float32))
+
+    def table_rows(self, rows: Tensor) -> Tensor:
+        """Places in this rank's part. (Shortened tables of a benchmark wrap around.)"""
+        parts = [
+            (row[:, own.hashes] - own.first_row).remainder(own.num_rows)
+            for row, own in zip(rows, self.tables, strict=True)
+        ]
+        return torch.stack(parts) if parts else rows
+
+    def finish(self) -> None:
+        """The next step's exchanges count on."""
+        self.exchange.finish()
