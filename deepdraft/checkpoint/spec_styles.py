@@ -76,6 +76,8 @@ def _ropes_five(values: Config) -> Config:
     main = {"rope_theta": values["rope_theta"], **share, **_NO_SCALING}
     scaling = values.get("rope_scaling")
     compress = {"rope_theta": values["compress_rope_theta"], **share, **_typed(scaling)}
+    if compress["rope_type"] == "yarn":
+        compress.setdefault("attention_factor", 1.0)  # there YaRN's own is not the default
     return {"rope_parameters": {"main": main, "compress": compress}}
 
 

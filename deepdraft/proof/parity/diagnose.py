@@ -34,6 +34,8 @@ from deepdraft.proof.parity.tensors import Difference, differences
 _FIX_KEY = "correct the key where the engine reads it"
 _FIX_TENSOR = "correct the weight map, or convert the checkpoint again"
 _MAX_SUSPECTS = 12
+_ROPES = {"": "rope", "main_": "rope", "compress_": "compress_rope"}
+"""transformers' prefix of rotary buffers -> our name."""
 _ENOUGH = 1.25
 """Rows for each unknown of a head that is fitted."""
 
@@ -99,18 +101,35 @@ def _key(target: Target, other: ModelSpec, cause: KeyCause, whose: str) -> Suspe
 
 def _frequencies(target: Target, reference: Trace) -> Iterator[Suspect]:
     """Rotary frequencies as the reference holds them in memory, whatever its configuration says."""
+    assert reference.spec is not None
+    if target.spec.causes(reference.spec):
+        return  # the keys say so already
     ours = target.spec.effective
-    pairs = {"inv_freq": "rope", "main_inv_freq": "rope", "compress_inv_freq": "compress_rope"}
+    scaled = bool(target.spec.config.get("rope_scaling"))
     for buffer, theirs in reference.frequencies.items():
-        mine = ours.get(f"{pairs.get(buffer, '')}.frequencies")
-        if mine is None or len(mine) != len(theirs):
+        name = _ROPES.get(buffer.removesuffix("inv_freq"))
+        mine = ours.get(f"{name}.frequencies")
+        if mine is None:
             continue
-        worst = max(abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True) if b)
-        if worst > 1e-5 and reference.spec is not None and not target.spec.causes(reference.spec):
+        same = len(mine) == len(theirs)
+        worst = max((abs(a - b) / b for a, b in zip(mine, theirs, strict=False) if b), default=0)
+        if not same or worst > 1e-5:
             yield Suspect(
-                "rope_scaling" if target.spec.config.get("rope_scaling") else "rope_theta",
+                "rope_scaling" if scaled else "rope_theta",
                 "the reference turns by other frequencies, though the configurations agree",
-                f"{buffer} differs by up to {worst:.2g}",
+                f"{buffer}: {len(theirs)} pairs to our {len(mine)}, up to {worst:.2g} apart",
+                _FIX_KEY,
+                target,
+            )
+    for name, theirs in reference.factors.items():
+        rope = _ROPES.get(name.removesuffix("attention_scaling"))
+        mine = ours.get(f"{rope}.cos_sin_factor")
+        if mine is not None and abs(mine - theirs) > 1e-6 * abs(theirs):
+            yield Suspect(
+                "rope_scaling.attention_factor",
+                "the reference multiplies cos and sin by another factor, though the "
+                "configurations agree",
+                f"{theirs:.6g} there, {mine:.6g} here",
                 _FIX_KEY,
                 target,
             )

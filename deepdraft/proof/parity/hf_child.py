@@ -32,8 +32,9 @@ def main(request_file: str) -> None:
     torch.set_num_threads(1)
     transformers.logging.disable_progress_bar()
     start = time.perf_counter()
+    out = Path(request["out"])
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        request["checkpoint"],
+        _unquantised(torch, Path(request["checkpoint"]), out / "plain"),
         attn_implementation="eager",
         experts_implementation="eager",
         dtype=getattr(torch, request["dtype"]),
@@ -43,7 +44,6 @@ def main(request_file: str) -> None:
         output_loading_info=True,
     )
     model.eval()
-    out = Path(request["out"])
     arrays: dict[str, Any] = {}
     handles = list(_hooks(torch, model, arrays))
     ids = torch.tensor([request["ids"]])
@@ -70,8 +70,8 @@ def main(request_file: str) -> None:
         "config": config,
         "greedy": greedy,
         "frequencies": _frequencies(model),
+        "factors": _factors(model),
         "missing": sorted(info["missing_keys"]),
-        "unexpected": sorted(info["unexpected_keys"]),
         "seconds": {
             "load": loaded - start,
             "forward": forward - loaded,
@@ -79,6 +79,48 @@ def main(request_file: str) -> None:
         },
     }
     (out / "trace.json").write_text(json.dumps(about), encoding="utf-8")
+
+
+def _unquantised(torch: Any, checkpoint: Path, plain: Path) -> Path:
+    """The directory, or a float32 copy where its weights are FP8 or FP4: transformers' own way
+    needs a GPU. Written out by itself, so that it is a second opinion of how scales are read."""
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    if "quantization_config" not in config:
+        return checkpoint
+    files = importlib.import_module("safetensors.torch")
+    stored: dict[str, Any] = {}
+    for shard in sorted(checkpoint.glob("*.safetensors")):
+        stored |= files.load_file(shard)
+    made = {}
+    for name, value in stored.items():
+        stem = name.removesuffix("weight")
+        scale = stored.get(f"{name}_scale_inv", stored.get(f"{stem}scale"))
+        if name.endswith(("weight_scale_inv", ".scale")):
+            continue
+        if scale is None or value.dtype not in (torch.float8_e4m3fn, torch.int8, torch.uint8):
+            made[name] = value
+            continue
+        if scale.dtype in (torch.float8_e8m0fnu, torch.uint8):
+            scale = 2.0 ** (scale.view(torch.uint8).double() - 127)
+        if value.dtype == torch.float8_e4m3fn:
+            value = value.float().double()
+            scale = scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+        else:
+            value = _fp4(torch, value.view(torch.uint8))
+            scale = scale.double().repeat_interleave(32, 1)
+        made[name] = (value * scale[: value.shape[0], : value.shape[1]]).float()
+    plain.mkdir()
+    files.save_file(made, plain / "model.safetensors", metadata={"format": "pt"})
+    del config["quantization_config"]
+    (plain / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return plain
+
+
+def _fp4(torch: Any, packed: Any) -> Any:
+    """Two E2M1 codes a byte, the lower half first -> float64."""
+    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1).long()
+    sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    return sizes[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
 
 
 def _greedy(torch: Any, model: Any, ids: Any, count: int) -> tuple[list[int], Any]:
@@ -144,6 +186,16 @@ def _frequencies(model: Any) -> dict[str, list[float]]:
         if name.endswith("inv_freq") and "original" not in name and name.startswith("rotary_emb"):
             found[name.removeprefix("rotary_emb.")] = value.double().tolist()
     return found
+
+
+def _factors(model: Any) -> dict[str, float]:
+    """What cos and sin are multiplied with, by attribute name."""
+    rotary = getattr(model.model, "rotary_emb", None)
+    return {
+        name: float(value)
+        for name, value in vars(rotary or object).items()
+        if name.endswith("attention_scaling") and isinstance(value, int | float)
+    }
 
 
 if __name__ == "__main__":

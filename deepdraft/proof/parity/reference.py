@@ -31,6 +31,9 @@ class Trace:
     weights: dict[str, Tensor] | None = None
     """By published name, dequantised."""
     frequencies: dict[str, list[float]] = field(default_factory=dict)
+    """Rotary frequencies in its memory, by transformers' name of the buffer."""
+    factors: dict[str, float] = field(default_factory=dict)
+    """What it multiplies cos and sin with, by transformers' name."""
     notes: list[str] = field(default_factory=list)
     about: dict[str, Any] = field(default_factory=dict)
     first: int = 0

@@ -152,14 +152,14 @@ def _read(out: Path) -> Trace:
         greedy_logits=arrays.get("greedy_logits"),
         layers=dict(sorted(layers.items(), key=lambda item: int(item[0][1:]))),
         frequencies=about["frequencies"],
+        factors=about["factors"],
         about={k: about[k] for k in ("engine", "torch", "python", "seconds")},
     )
-    for kind in ("missing", "unexpected"):
-        if about[kind]:
-            trace.notes.append(
-                f"the reference found {len(about[kind])} {kind} tensors, such as {about[kind][0]}: "
-                "it is no judge of this checkpoint"
-            )
+    if about["missing"]:
+        trace.notes.append(
+            f"the reference misses {len(about['missing'])} tensors, such as {about['missing'][0]}, "
+            "and filled them in: it is no judge of this checkpoint"
+        )
     try:
         trace.spec = ModelSpec.of(about["config"])
     except ConfigError as error:

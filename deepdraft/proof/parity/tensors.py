@@ -50,9 +50,13 @@ def differences(target: Target, reference: Weights) -> list[Difference]:
             changed[name] = ours
     found: dict[tuple[str, str, bool], list[tuple[str, float]]] = defaultdict(list)
     for name, ours in changed.items():
-        how = _explain(name, ours, changed, reference, target.spec.args)
         error = _error(ours, reference[name])
-        found[group_of(name), how or "other values", bool(how)].append((name, error))
+        other = _found_elsewhere(name, ours, reference)
+        if other is not None:
+            group, how = _exchanged(name, other)
+        else:
+            group, how = group_of(name), _explain(name, ours, reference, target.spec.args)
+        found[group, how or "other values", bool(how)].append((name, error))
     return [
         Difference(group, tuple(n for n, _ in members), how, max(e for _, e in members), known)
         for (group, how, known), members in found.items()
@@ -66,12 +70,35 @@ def _error(ours: Tensor, theirs: Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
 
 
-def _explain(name: str, ours: Tensor, changed: Weights, reference: Weights, args: Any) -> str:
-    """What turns the reference's tensor into ours, "" where nothing known does."""
-    theirs = reference[name]
+def _found_elsewhere(name: str, ours: Tensor, reference: Weights) -> str | None:
+    """Another tensor of the reference that has these values."""
     for other, values in reference.items():
         if other != name and values.shape == ours.shape and torch.equal(values, ours):
-            return _swapped(name, other)
+            return other
+    return None
+
+
+def _exchanged(name: str, other: str) -> tuple[str, str]:
+    """Group and description of a tensor that holds another's values. Both sides of an exchange,
+    and all parts of an exchanged layer or expert, get the same."""
+    a, b = name.split("."), other.split(".")
+    apart = [i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
+    if len(a) != len(b) or len(apart) != 1:
+        return group_of(name), f"holds {other}"
+    at = apart[0]
+    if a[at].isdigit() and b[at].isdigit():
+        what = "experts" if "experts" in a[:at] else "layers"
+        return group_of(".".join([*a[: at + 1], ""])) + "*", f"{what} under each other's numbers"
+    first, second = sorted((a[at], b[at]))
+    return (
+        group_of(".".join([*a[:at], first, *a[at + 1 :]])),
+        f"{first} and {second} are exchanged",
+    )
+
+
+def _explain(name: str, ours: Tensor, reference: Weights, args: Any) -> str:
+    """What turns the reference's tensor into ours, "" where nothing known does."""
+    theirs = reference[name]
     if ours.shape != theirs.shape:
         return f"shape {list(ours.shape)} instead of {list(theirs.shape)}"
     for how, change in changes(name, args):
@@ -84,18 +111,23 @@ def _explain(name: str, ours: Tensor, changed: Weights, reference: Weights, args
     if ours.is_floating_point() and ours.ndim > 1:
         if torch.equal(ours.flatten().sort().values, theirs.flatten().sort().values):
             return "the same values in another order"
+        if _exponents_as_numbers(ours, theirs):
+            return "scales read as whole numbers instead of powers of two"
         ratio = ours / theirs.where(theirs != 0, torch.ones_like(theirs))
         if bool(((ratio - ratio.mean()).abs() < 1e-5 * ratio.mean().abs()).all()):
             return f"{float(ratio.mean()):.6g} times as large"
     return ""
 
 
-def _swapped(name: str, other: str) -> str:
-    a, b = name.split("."), other.split(".")
-    parts = [(x, y) for x, y in zip(a, b, strict=False) if x != y] if len(a) == len(b) else []
-    if len(parts) == 1:
-        return f"holds {parts[0][1]} where {parts[0][0]} belongs"
-    return f"holds {other}"
+def _exponents_as_numbers(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether each value is the right one times byte / 2^(byte - 127) for some scale byte."""
+    at = theirs != 0
+    byte = torch.arange(64, 193, dtype=torch.float64)
+    wrong, _ = (byte / 2.0 ** (byte - 127)).sort()
+    ratio = ours[at].double() / theirs[at].double()
+    place = torch.searchsorted(wrong, ratio).clamp(1, len(wrong) - 1)
+    near = torch.minimum((wrong[place] - ratio).abs(), (wrong[place - 1] - ratio).abs())
+    return bool(len(ratio) and (near <= 1e-5 * ratio).all())
 
 
 Named = Iterator[tuple[str, Callable[[Tensor], Tensor]]]
