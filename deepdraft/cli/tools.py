@@ -128,9 +128,10 @@ def selftest(device: str, as_json: bool) -> int:
 @click.command()
 @click.argument(
     "what",
-    type=click.Choice(("speed", "startup", "costs", "drafted", "accept", "lossless")),
+    type=click.Choice(("speed", "startup", "costs", "drafted", "accept", "lossless", "compare")),
 )
 @model_argument
+@click.argument("other", required=False, metavar="[B.json]")
 @click.option("--context", type=click.IntRange(1), default=600, show_default=True, metavar="N")
 @click.option("--tokens", type=click.IntRange(1), metavar="N", help="Tokens of an answer.")
 @click.option("--runs", type=click.IntRange(1), default=5, show_default=True, metavar="N")
@@ -149,13 +150,31 @@ def selftest(device: str, as_json: bool) -> int:
     metavar="N",
     help="accept, drafted: answers at a time.",
 )
-def bench(what: str, model: str | None, **options: Any) -> int:
+@click.option("--suite", metavar="CLASSES", help="speed: classes of the suite, all or none.")
+@click.option("--url", "urls", multiple=True, metavar="[NAME=]URL", help="speed: a further server.")
+@click.option("--remote-only", is_flag=True, help="speed: start no server, measure --url alone.")
+@click.option("--prefill", metavar="N,N", help="speed: lengths of prompts, or none.")
+@click.option("--concurrency", metavar="N,N", help="speed: streams at a time, or none.")
+@click.option("--temperature", type=click.FloatRange(0, 2), default=0.0, help="speed: [0].")
+@click.option("--html", metavar="FILE", help="speed: write the report there.")
+def bench(what: str, model: str | None, other: str | None, **options: Any) -> int:
     """Measure a model, by default the bundled one.
 
-    speed: plain decoding. startup: a server's start. costs: of steps and drafts, for --cost-table.
+    speed: plain decoding, and the Tetris prompt through a server; with --suite, --url, --prefill,
+    --concurrency or --html answers of servers alone, in classes. compare: two written results,
+    A.json and B.json. startup: a server's start. costs: of steps and drafts, for --cost-table.
     drafted: with drafts against plain. accept: how many drafts stand. lossless: drafted text is
     plain text.
     """
+    if what == "compare":
+        if model is None or other is None:
+            raise click.UsageError("bench compare needs two files: A.json B.json")
+        from deepdraft.proof.compare import main as compare
+
+        return compare(model, other, as_json=options["as_json"])
+    if other is not None:
+        raise click.UsageError(f"bench {what} takes one model, got {other!r} as well")
     from deepdraft.proof.bench import main
 
-    return main(what, model_directory(model)[0], **options)
+    path, name = model_directory(model)
+    return main(what, path, model_name=name, **options)

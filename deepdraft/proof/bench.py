@@ -1,7 +1,7 @@
 """`deepdraft bench`: measurements with the machine, the versions and the commit beside them.
 
-Owns: `speed` (plain decoding through engine parts), `startup` (a real server process), `costs`, and
-how the others (`drafted`, `accept`, `lossless`) are called and recorded.
+Owns: plain decoding through engine parts, `startup` (a real server process), `costs`, and how the
+others (`speed` through servers, `drafted`, `accept`, `lossless`) are called and recorded.
 Knows nothing of: acceptance thresholds; tests never assert on times.
 """
 
@@ -11,10 +11,8 @@ import importlib.metadata
 import json
 import os
 import platform
-import socket
 import statistics
 import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -28,6 +26,7 @@ from deepdraft.checkpoint.reader import Checkpoint
 from deepdraft.engine.runner import Runner
 from deepdraft.engine.sampler import Row, Sampler
 from deepdraft.errors import ConfigError
+from deepdraft.proof.served import served
 from deepdraft.text.tokenizer import Tokenizer
 from deepdraft.types import SamplingParams
 
@@ -175,32 +174,11 @@ def _resident_bytes(pid: int) -> int | None:
 def startup(model: str | Path | None = None, *, timeout_s: float = 60.0) -> dict[str, Any]:
     """A server process from start to /readyz 200, and its peak resident memory then and after an
     answer."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "deepdraft.cli.main", "serve", "--port", str(port)]
-    if model is not None:
-        command.insert(4, str(model))
-    start = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    base = f"http://127.0.0.1:{port}"
-    try:
-        while True:
-            if process.poll() is not None:
-                raise ConfigError(f"the server ended with status {process.returncode}")
-            if time.perf_counter() - start > timeout_s:
-                raise ConfigError(f"the server was not ready within {timeout_s} s")
-            try:
-                with urllib.request.urlopen(f"{base}/readyz", timeout=1) as answer:
-                    if answer.status == 200:
-                        break
-            except OSError:
-                time.sleep(0.02)
-        ready = time.perf_counter() - start
-        memory_ready = _resident_bytes(process.pid)
+    with served(model, timeout_s=timeout_s) as server:
+        memory_ready = _resident_bytes(server.pid)
         body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}
         request = urllib.request.Request(
-            f"{base}/v1/chat/completions",
+            f"{server.url}/v1/chat/completions",
             data=json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
         )
@@ -209,15 +187,12 @@ def startup(model: str | Path | None = None, *, timeout_s: float = 60.0) -> dict
             usage = json.loads(answer.read())["usage"]
         return {
             "what": "server start",
-            "ready_s": round(ready, 2),
+            "ready_s": round(server.ready_s, 2),
             "peak_resident_mb_ready": memory_ready and round(memory_ready / 1e6),
-            "peak_resident_mb_after_answer": (m := _resident_bytes(process.pid)) and round(m / 1e6),
+            "peak_resident_mb_after_answer": (m := _resident_bytes(server.pid)) and round(m / 1e6),
             "first_answer_s": round(time.perf_counter() - begun, 2),
             "first_answer_tokens": usage["completion_tokens"],
         }
-    finally:
-        process.terminate()
-        process.wait(timeout=20)
 
 
 def costs(model: str | Path, *, numerics: str = "exact") -> dict[str, Any]:
@@ -234,13 +209,41 @@ def costs(model: str | Path, *, numerics: str = "exact") -> dict[str, Any]:
     return {"what": "costs of steps and drafts", "numerics": numerics, **table.to_dict()}
 
 
+_SERVED_OPTIONS = ("suite", "urls", "remote_only", "prefill", "concurrency", "html")
+
+
+def _speed(model: str | Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Plain decoding and the known script; with an option of the suite, servers alone."""
+    from deepdraft.proof.bench_speed import Plan, own_and_others
+
+    wide = any(options[name] for name in _SERVED_OPTIONS)
+    most = {} if options["tokens"] is None else {"tokens": options["tokens"]}
+    plan = Plan.read(
+        runs=options["runs"],
+        temperature=options["temperature"],
+        suite=options["suite"] if wide else "none",
+        prefill=options["prefill"] if wide else "none",
+        concurrency=options["concurrency"] if wide else "none",
+        **most,
+    )
+    plain = {}
+    if not wide:
+        keys = ("context", "tokens", "runs", "numerics")
+        plain = speed(model, **{k: options[k] for k in keys if options[k] is not None})
+    answers = own_and_others(
+        None if options["remote_only"] else model,
+        options["urls"],
+        plan,
+        ("--numerics", options["numerics"], "--served-model-name", options["model_name"]),
+    )
+    return answers if wide else {**answers, **plain}
+
+
 def _measure(what: str, model: str | Path, options: dict[str, Any]) -> dict[str, Any]:
     numerics, prompts = options["numerics"], options["prompts"]
     shared = {"prompts": prompts, "num_prompts": options["num_prompts"], "numerics": numerics}
     if what == "speed":
-        keys = ("context", "tokens", "runs", "numerics")
-        given = {k: options[k] for k in keys if options[k] is not None}
-        return speed(model, **given)
+        return _speed(model, options)
     if what == "startup":
         return startup(model)
     if what == "costs":
@@ -277,13 +280,18 @@ def main(
     as_json: bool = False,
     out: str | None = None,
     svg: str | None = None,
+    html: str | None = None,
+    **speed_options: Any,
 ) -> int:
     """Run one measurement, print it, and write it to `out` (JSON) when given.
 
-    `svg`: where the plot of `accept` goes. 1 where `lossless` found a mismatch.
+    `svg`, `html`: where the plot of `accept` and the report of `speed` go. 1 where `lossless`
+    found a mismatch.
     """
     if svg is not None and what != "accept":
         raise ConfigError("only bench accept has a plot")
+    if html is not None and what != "speed":
+        raise ConfigError("only bench speed has a report")
     torch.set_num_threads(1)
     begun = {"date": time.strftime("%Y-%m-%d"), "commit": commit(), "machine": machine()}
     options = {
@@ -295,6 +303,8 @@ def main(
         "num_prompts": num_prompts,
         "quick": quick,
         "streams": streams,
+        "html": html,
+        **speed_options,
     }
     result = _measure(what, model, options)
     if svg is not None:
@@ -303,6 +313,11 @@ def main(
         Path(svg).parent.mkdir(parents=True, exist_ok=True)
         Path(svg).write_text(plot(result))
     record = {**result, **begun}
+    if html is not None:
+        from deepdraft.proof.report import html_report
+
+        Path(html).parent.mkdir(parents=True, exist_ok=True)
+        Path(html).write_text(html_report(record))
     text = json.dumps(record, indent=2)
     if out:
         Path(out).parent.mkdir(parents=True, exist_ok=True)
