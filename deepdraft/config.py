@@ -21,6 +21,8 @@ from deepdraft.types import Rule
 
 Numerics = Literal["exact", "qsim", "quant"]
 Prefill = Literal["full", "encoder"]
+Device = Literal["cpu", "cuda"]
+Load = Literal["checkpoint", "dummy"]
 ScheduleName = Literal["cost", "threshold", "all"]
 FetchRule = Literal["auto", "always", "never"]
 SessionPolicy = Literal["optional", "require"]
@@ -60,6 +62,12 @@ class EngineConfig:
 
     numerics: Numerics = "exact"
     prefill: Prefill = "full"
+    device: Device = "cpu"
+    """Where the model runs. On a GPU: DeepSeek-V4.1, quant numerics, full prefill."""
+    load: Load = "checkpoint"
+    """`dummy`: random weights of the checkpoint's sizes, for measurements on a GPU."""
+    expert_pool: int | None = None
+    """`dummy`: routed experts of a layer at most."""
     max_context: int | None = None
     """Tokens of prompt and answer together; None: what the checkpoint allows."""
     max_running: int = 16
@@ -108,6 +116,8 @@ class EngineConfig:
         for name, kind in (
             ("numerics", Numerics),
             ("prefill", Prefill),
+            ("device", Device),
+            ("load", Load),
             ("rule", Rule),
             ("schedule", ScheduleName),
         ):
@@ -125,7 +135,8 @@ class EngineConfig:
         ok = self.cost_table is None or (isinstance(self.cost_table, str) and bool(self.cost_table))
         _require(ok, "engine.cost_table", self.cost_table, "a file name, or absent")
         self._check_cache()
-        for name in ("max_context", "threads", "tenant_running", "tenant_queue"):
+        self._check_device()
+        for name in ("max_context", "expert_pool", "threads", "tenant_running", "tenant_queue"):
             value = getattr(self, name)
             ok = value is None or (_is_int(value) and value >= 1)
             _require(ok, f"engine.{name}", value, "an integer >= 1, or absent")
@@ -136,6 +147,17 @@ class EngineConfig:
         keys = self.accept_keys
         ok = isinstance(keys, tuple) and all(isinstance(k, str) and k for k in keys)
         _require(ok, "engine.accept_keys", keys, "a list of key paths")
+
+    def _check_device(self) -> None:
+        if self.device == "cpu":
+            _require(self.load == "checkpoint", "engine.load", self.load, "checkpoint on a CPU")
+            return
+        rule = "on a GPU (the kernels compute nothing else)"
+        _require(self.numerics == "quant", "engine.numerics", self.numerics, f'"quant" {rule}')
+        _require(self.prefill == "full", "engine.prefill", self.prefill, f'"full" {rule}')
+        _require(
+            self.tp == 1, "engine.tp", self.tp, "1 on a GPU (serving over several is not there)"
+        )
 
     def _check_cache(self) -> None:
         for name in ("kv_memory", "kv_spill_bytes", "state_memory"):

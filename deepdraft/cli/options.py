@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import click
 
-from deepdraft.config import FetchRule, Numerics, Prefill, ScheduleName, SessionPolicy
+from deepdraft.config import Device, FetchRule, Load, Numerics, Prefill, ScheduleName, SessionPolicy
 from deepdraft.errors import CheckpointError
 from deepdraft.types import Rule
 
@@ -18,6 +18,9 @@ DEMO_NAME = "demo"
 ENGINE_FIELDS = (
     "numerics",
     "prefill",
+    "device",
+    "load",
+    "expert_pool",
     "max_context",
     "threads",
     "tp",
@@ -49,6 +52,17 @@ def engine_options(command: Decorated) -> Decorated:
         ),
         click.option(
             "--prefill", type=click.Choice(get_args(Prefill)), help="How prompts are read [full]."
+        ),
+        click.option(
+            "--device", type=click.Choice(get_args(Device)), help="Where the model runs [cpu]."
+        ),
+        click.option(
+            "--load",
+            type=click.Choice(get_args(Load)),
+            help="dummy: random weights of these sizes, to measure on a GPU [checkpoint].",
+        ),
+        click.option(
+            "--expert-pool", type=int, metavar="N", help="--load dummy: experts of a layer at most."
         ),
         click.option(
             "--max-context", type=int, metavar="TOKENS", help="Prompt and answer together."

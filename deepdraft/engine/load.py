@@ -116,6 +116,8 @@ def load_runner(
     else:
         checkpoint = Checkpoint.open(path, accept_unknown=options.accept_keys)
     tokenizer = Tokenizer.load(path)
+    if options.device == "cuda":
+        return _gpu_runner(checkpoint, tokenizer, options), checkpoint.args, tokenizer
     share = {} if rank is None else share_of(rank, checkpoint)
     kind = LeadRunner if rank is not None and not number else Runner
     runner = kind.from_checkpoint(
@@ -134,6 +136,22 @@ def load_runner(
         assert rank is not None
         runner.lead(rank)
     return runner, checkpoint.args, tokenizer
+
+
+def _gpu_runner(checkpoint: Any, tokenizer: Tokenizer, options: EngineConfig) -> "Runner":
+    from deepdraft.engine.gpu_runner import GpuRunner
+
+    return GpuRunner.from_checkpoint(
+        checkpoint,
+        tokenizer,
+        max_context=options.max_context,
+        num_sequences=options.max_running,
+        drafter=options.drafts != 0,
+        num_drafts=options.drafts,
+        dummy=options.load == "dummy",
+        expert_pool=options.expert_pool,
+        state_bytes=_state_bytes(options),
+    )
 
 
 def _split(options: EngineConfig) -> list[str]:

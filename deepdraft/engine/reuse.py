@@ -42,11 +42,12 @@ def open_reuse(
     """
     sharing = fleet is not None and fleet.directory is not None
     runner = model.runner
-    if not options.kv_memory or not isinstance(runner, Runner):
+    off = not options.kv_memory or options.device == "cuda"
+    if off or not isinstance(runner, Runner):
         if options.kv_spill is not None or sharing:
             raise ConfigError(
-                "kv_spill and a KV directory need the KV cache, which is off (--kv-memory 0) or "
-                "which this model's family does not have"
+                "kv_spill and a KV directory need the KV cache, which is off (--kv-memory 0), or "
+                "which this model's family or a GPU does not have"
             )
         return None
     layout = Layout.of(runner.model.args, packed=options.numerics != "exact")

@@ -1,13 +1,12 @@
 """The device model used like the torch reference: sequences, cuts, drafts, and what it refuses."""
 
 import pytest
-import torch
 
 from deepdraft.engine.runner import Runner
 from deepdraft.errors import ConfigError, StateError
 from deepdraft.models.v41_device import DeviceV41, _pieces
-from tests.step import tiny
 from tests.kernels.interpreter import DEVICE
+from tests.step import tiny
 
 
 def make() -> DeviceV41:
@@ -15,23 +14,28 @@ def make() -> DeviceV41:
     return model
 
 
+@pytest.mark.full
 def test_a_runner_steps_takes_back_and_drafts():
-    """A rejected draft leaves no trace: the step after it has the bits of one without it."""
+    """A rejected draft leaves no trace: rows after it, alone or among others, have the bits of an
+    undisturbed sequence's, and so has the drafter's proposal."""
     text = tiny.text(9)
-    model = make()
-    runner = Runner(model, max_context=48, num_sequences=2, step_rows=8)
+    runner = Runner(make(), max_context=48, num_sequences=2, step_rows=16)
     one, two = runner.open_sequence(), runner.open_sequence()
-    last = runner.prefill(one, text[:6], final=True)
-    assert last is not None and last.shape == (tiny.VOCABULARY,)
-    logits = runner.step([(one, [text[6], 1, 2]), (two, [5])])
-    assert logits.shape == (4, tiny.VOCABULARY)
+    runner.prefill(one, text[:6], final=True)
+    runner.step([(one, [text[6], 1, 2])])
     runner.commit(one, 7)
-    assert one.num_tokens == 7
-    draft = runner.draft([(one, text[7])])[0]
-    row, raw = draft.refine(0, text[7])
-    assert row.shape == (tiny.VOCABULARY,) and raw == raw
-    again = runner.step([(one, text[7:9])])
-    model.new_pool(1, 48)
+    logits = runner.step([(two, text[:7]), (one, text[7:9])])
+    assert logits.shape == (9, tiny.VOCABULARY)
+    whole = runner.step([(two, text[7:9])])
+    assert torch.equal(logits[7:], whole)
+    drafts = runner.draft([(one, 5), (two, 5)])
+    refined, raw = runner.refine(drafts, 0, [5, 5])
+    assert torch.equal(refined[0], refined[1]) and raw[0] == raw[1]
+    alone, confidence = drafts[0].refine(0, 5)
+    assert torch.equal(alone, refined[0]) and confidence == raw[0]
+    parked = runner.park(one)
+    again = runner.unpark(parked)
+    assert torch.equal(runner.step([(again, [3])]), runner.step([(two, [3])]))
 
 
 def test_what_cannot_run_is_refused():

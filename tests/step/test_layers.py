@@ -18,7 +18,7 @@ LIMITS = {
 
 @pytest.mark.full
 def test_every_layer_agrees_with_the_reference():
-    """24 tokens: the window of 8 has wrapped, entries exceed the index's 6 and the candidates' 8."""
+    """24 tokens: the window of 8 has wrapped, entries exceed the index's 6 and 8 candidates."""
     found = compare_layers(tiny.reference(), tiny.step(), tiny.text(24), chunk=8, slot=1)
     for layer, errors in found.layers.items():
         got = {name: error.relative for name, error in errors.items()}
