@@ -15,8 +15,8 @@ else:
 
 @pytest.fixture(autouse=True)
 def _hardware_arithmetic():
-    """As on a GPU, NaN and infinity make no warnings. Integer overflow is not looked for: that takes
-    a third of the time, and tests/kernels looks."""
+    """As on a GPU, NaN and infinity make no warnings. Integer overflow is not looked for: that
+    takes a third of the time, and tests/kernels looks."""
     from triton.runtime.interpreter import interpreter_builder
 
     options = interpreter_builder.options

@@ -1,6 +1,7 @@
 """The device model used like the torch reference: sequences, cuts, drafts, and what it refuses."""
 
 import pytest
+import torch
 
 from deepdraft.engine.runner import Runner
 from deepdraft.errors import ConfigError, StateError
