@@ -103,19 +103,19 @@ def _random_head(weights: Weights, args: Any) -> None:
     weights["lm_head.weight"] = torch.randn(w.shape, generator=generator) * w.std()
 
 
-def _layout(*parts: str) -> Change:
+def turned_rows(*parts: str) -> Change:
     """Rotary rows in the other layout, in all layers."""
 
     def apply(weights: Weights, args: Any) -> None:
         for part in parts:
-            if "kv_a" in part:
-                start, width, head = args.kv_lora_rank, args.qk_rope_head_dim, 0
+            if "indexer" in part:
+                start, width, head = 0, args.qk_rope_head_dim, args.index_head_dim
+            elif "kv_a" in part:
+                start, width = args.kv_lora_rank, args.qk_rope_head_dim
                 head = start + width
             elif "q_b" in part:
                 start, width = args.qk_nope_head_dim, args.qk_rope_head_dim
                 head = start + width
-            elif "indexer" in part:
-                start, width, head = 0, args.qk_rope_head_dim, args.index_head_dim
             else:
                 start, width, head = 0, args.head_dim, args.head_dim
             each(part, lambda w, a=(start, width, head): turn(w, *a))(weights, args)
@@ -214,10 +214,14 @@ FAULTS: tuple[Fault, ...] = (
         "coder",
         "rope layout permuted (q, k)",
         (f"{_L}self_attn.q_proj", f"{_L}self_attn.k_proj"),
-        _layout("q_proj", "k_proj"),
+        turned_rows("q_proj", "k_proj"),
     ),
     _weights(
-        16, "coder", "rope layout permuted (k only)", (f"{_L}self_attn.k_proj",), _layout("k_proj")
+        16,
+        "coder",
+        "rope layout permuted (k only)",
+        (f"{_L}self_attn.k_proj",),
+        turned_rows("k_proj"),
     ),
     _weights(
         17,
@@ -282,14 +286,14 @@ FAULTS: tuple[Fault, ...] = (
         "v2",
         "rope layout permuted (q_b, kv_a)",
         (f"{_L}self_attn.q_b_proj", f"{_L}self_attn.kv_a_proj"),
-        _layout("q_b_proj", "kv_a_proj"),
+        turned_rows("q_b_proj", "kv_a_proj"),
     ),
     _weights(
         38,
         "v2",
         "rope layout permuted (kv_a only)",
         (f"{_L}self_attn.kv_a_proj",),
-        _layout("kv_a_proj"),
+        turned_rows("kv_a_proj"),
     ),
     _weights(
         39,

@@ -192,7 +192,6 @@ def _layers(names: _Names, extra: int = 0, prefix: str = "") -> Shown:
         yield f"{prefix}num_hidden_layers", count, evidence
         if 0 < extra < count:
             yield f"{prefix}num_hidden_layers", count - extra, evidence
-            yield "num_nextn_predict_layers", 0, evidence
 
 
 def _llama(args: LlamaArgs, names: _Names) -> Shown:
