@@ -135,8 +135,30 @@ def child_golden(args: argparse.Namespace, results: Results) -> None:
         )
 
 
+def chunked_attention(window: int):
+    """The torch attention in the kernels' order: chunks of 64 by themselves, window and entries
+    apart, then combined. One of the two CPU orders of summation."""
+    import torch
+
+    from deepdraft.ops.attention import BLOCK_KEYS, chunked_sink_attention
+
+    def padded(x, value):
+        missing = -x.shape[1] % BLOCK_KEYS
+        return torch.nn.functional.pad(x, (*(0, 0) * (x.dim() - 2), 0, missing), value=value)
+
+    def attend(q, keys, bias, scale):
+        valid = (bias[:, 0] > -torch.inf).expand(keys.shape[0], -1)
+        sink = bias[0, :, window].expand(q.shape[1])
+        parts = [slice(0, window), slice(window + 1, None)]
+        key = torch.cat([padded(keys[:, part], 0.0) for part in parts], 1)
+        there = torch.cat([padded(valid[:, part], False) for part in parts], 1)
+        return chunked_sink_attention(q, key, there, sink, scale)
+
+    return attend
+
+
 class Demo:
-    """The bundled model: free texts on the CPU, the same texts forced through the device."""
+    """The bundled model: texts of the CPU's quant mode, forced through the device."""
 
     def __init__(self, args: argparse.Namespace, results: Results) -> None:
         from deepdraft.proof.prompts import load_prompts
@@ -144,77 +166,96 @@ class Demo:
         self.args, self.results = args, results
         self.pair = Pair(DEMO, "cpu" if args.dry_run else "cuda", 6, 2560)
         self.prompts = [list(p.ids) for p in load_prompts(None, self.pair.tokenizer)]
+        self.texts: list[list[int]] = []
 
-    def text(self, prompt: list[int], count: int) -> list[int]:
-        """A prompt and what the CPU's quant mode goes on with (sampled, seeded): `count` tokens."""
-        import torch
+    def write_texts(self, count: int, length: int = 128, batch: int = 20) -> dict:
+        """Prompts and what the CPU goes on with, greedily: texts of up to `length` tokens."""
+        model, end = self.pair.model, self.pair.args.eos_token_id
+        pool = model.new_pool(batch, length + 1, slack=64)
+        starts = [self.prompts[n % len(self.prompts)][: 24 + 11 * n % 72] for n in range(count)]
+        for at in range(0, count, batch):
+            texts = starts[at : at + batch]
+            states = [pool.open() for _ in texts]
+            for text, state in zip(texts, states, strict=True):
+                text.append(int(model.prefill(state, text).logits[-1].argmax()))
+            live = list(range(len(texts)))
+            while live := [i for i in live if len(texts[i]) < length and texts[i][-1] != end]:
+                out = model.step([(states[i], texts[i][-1:]) for i in live]).logits
+                for i, token in zip(live, out.argmax(1).tolist(), strict=True):
+                    texts[i].append(token)
+            for state in states:
+                pool.close(state)
+            self.texts += texts
+        return {"texts": len(self.texts), "tokens": sum(map(len, self.texts))}
 
-        model = self.pair.model
-        pool = model.new_pool(1, count + 1, slack=16)
-        state = pool.open()
-        generator = torch.Generator().manual_seed(len(prompt))
-        text = list(prompt[:count])
-        logits = model.prefill(state, text).logits[-1]
-        while len(text) < count:
-            law = torch.softmax(logits.float(), -1)
-            token = int(torch.multinomial(law, 1, generator=generator))
-            text.append(token)
-            if token == self.pair.args.eos_token_id:
-                break
-            logits = model.step([(state, [token])]).logits[-1]
-        pool.close(state)
-        return text
-
-    def forced(self) -> dict:
-        from deepdraft.proof.device_check import Error, compare_logits
-
-        equal = positions = done = 0
-        margins: list[float] = []
-        error = Error()
-        for number in range(self.args.prompts):
-            prompt = self.prompts[number % len(self.prompts)][: 32 + 7 * number % 64]
-            if self.results.left() < 20:
-                break
-            found = compare_logits(
-                self.pair.model, self.pair.step, self.text(prompt, 128), chunk=16
-            )
-            equal += found.top1_equal
-            positions += found.positions
-            margins += found.margins
-            error.difference += found.logits.difference
-            error.size += found.logits.size
-            done += 1
-        return {
-            "prompts": done, "positions": positions, "top1_equal": equal,
-            "share": round(equal / max(1, positions), 6), "relative_l2": round(error.relative, 6),
-            "margins": sorted((round(m, 4) for m in margins), reverse=True)[:60],
-        }  # fmt: skip
-
-    def noise(self) -> dict:
-        """The CPU's own noise: the same quant arithmetic with float32 and with float64 sums."""
-        import torch
+    def other_cpu(self, dtype):
+        """The CPU's quant mode in the other order of summation."""
+        import dataclasses
 
         from deepdraft.checkpoint.reader import Checkpoint
         from deepdraft.engine.runner import checked_token_map
         from deepdraft.models.deepseek_v41 import DeepseekV41
+        from deepdraft.models.layers import make_numerics
 
         pair, checkpoint = self.pair, Checkpoint.open(DEMO)
+        numerics = dataclasses.replace(
+            make_numerics("quant", dtype), attention=chunked_attention(pair.args.sliding_window)
+        )
         token_map = checked_token_map(checkpoint, pair.tokenizer)
-        other = DeepseekV41(pair.args, checkpoint, token_map, numerics="quant", dtype=torch.float64)
-        gaps, equal, positions = [], 0, 0
-        for prompt in self.prompts[:20]:
-            text, rows = prompt[:96], []
-            for model in (pair.model, other):
-                state = model.new_pool(1, 128, slack=16).open()
-                rows.append(model.prefill(state, text, logits="all").logits.double())
-            gaps.append((rows[0] - rows[1]).abs().flatten())
-            equal += int((rows[0].argmax(1) == rows[1].argmax(1)).sum())
-            positions += len(text)
+        return DeepseekV41(pair.args, checkpoint, token_map, numerics=numerics, drafter=False)
+
+    def forced(self) -> dict:
+        """Device, CPU and CPU in the other order on the same texts, teacher-forced."""
+        import torch
+
+        from deepdraft.proof.device_check import step_logits
+
+        other = self.other_cpu(torch.float64)
+        tally = {name: Tally() for name in ("device vs cpu", "device vs other", "other vs cpu")}
+        gaps = []
+        for text in self.texts:
+            if self.results.left() < 15:
+                break
+            device = step_logits(self.pair.step, text, [16] * len(text)).double().cpu()
+            cpu, second = (
+                m.prefill(m.new_pool(1, 160, slack=64).open(), text, logits="all").logits.double()
+                for m in (self.pair.model, other)
+            )
+            tally["device vs cpu"].add(device, cpu)
+            tally["device vs other"].add(device, second)
+            tally["other vs cpu"].add(second, cpu)
+            gaps.append((second - cpu).abs().flatten()[::29])
         gap = torch.cat(gaps)
-        kept = gap[:: max(1, gap.numel() // 2_000_000)]
+        noise = float(gap.kthvalue(int(0.999 * gap.numel())).values)
+        return {"logit_noise_p999": round(noise, 4)} | {
+            name: t.summary(noise) for name, t in tally.items()
+        }
+
+
+class Tally:
+    """Top-1 agreement of two models on the same positions."""
+
+    def __init__(self) -> None:
+        self.positions = self.equal = 0
+        self.margins: list[float] = []
+        self.difference = self.size = 0.0
+
+    def add(self, got, want) -> None:
+        mine, theirs = got.argmax(1), want.argmax(1)
+        self.positions += len(mine)
+        self.equal += int((mine == theirs).sum())
+        for row in (mine != theirs).nonzero().flatten().tolist():
+            self.margins.append(float(want[row, theirs[row]] - want[row, mine[row]]))
+        self.difference += float((got - want).square().sum())
+        self.size += float(want.square().sum())
+
+    def summary(self, noise: float) -> dict:
         return {
-            "positions": positions, "top1_equal": equal,
-            "logit_difference_p999": round(float(torch.quantile(kept, 0.999)), 5),
+            "positions": self.positions, "top1_equal": self.equal,
+            "share": round(self.equal / max(1, self.positions), 6),
+            "relative_l2": round((self.difference / max(self.size, 1e-300)) ** 0.5, 6),
+            "margins_beyond_noise": sum(m > noise for m in self.margins),
+            "largest_margins": [round(m, 3) for m in sorted(self.margins, reverse=True)[:8]],
         }  # fmt: skip
 
 
@@ -229,5 +270,5 @@ def child_demo(args: argparse.Namespace, results: Results) -> None:
             lambda t=temperature: drafted_equals_plain(demo.pair, long, 3 if dry else 2000, t),
         )
     if not dry:
-        results.stage("noise", demo.noise, needs=30)
+        results.stage("texts", lambda: demo.write_texts(args.prompts), needs=40)
         results.stage("forced", demo.forced, needs=30)
