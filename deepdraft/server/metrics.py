@@ -28,6 +28,7 @@ _COUNTERS = {
 _GAUGES = {
     "waiting": ("num_requests_waiting", "Requests in the queue."),
     "running": ("num_requests_running", "Requests that hold a sequence."),
+    "tasks": ("http_tasks", "Tasks of the server's loop: some for itself, a few for each request."),
     "parked": ("num_requests_preempted", "Requests in the queue whose sequence is kept apart."),
 }
 _BY_LABEL = (
