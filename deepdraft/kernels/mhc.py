@@ -17,10 +17,8 @@ from deepdraft.kernels.layout import GROUP
 from deepdraft.kernels.rounding import round_bf16, to_bf16_rne
 from deepdraft.kernels.runtime import ROW_TILE, check, launch, next_power, wait_for_inputs
 
-_CHUNK = 256
+_CHUNK = 128
 """Columns of the mix matrix that one program sums."""
-_BLOCK = 1024
-"""Columns that a boundary program holds at a time."""
 
 
 # ---- kernels -------------------------------------------------------------------------------
@@ -119,64 +117,51 @@ def sublayer_output(y_ptr, shared_ptr, wide, d, inside, D, K: tl.constexpr):
 
 
 @triton.jit
-def mixed_stream(x_ptr, coef_ptr, y, d, inside, D, b: tl.constexpr, S: tl.constexpr):
-    """Stream b after y was written back, fp32 [BLOCK], rounded to bf16 values."""
-    stream = tl.load(coef_ptr + S + b) * y
-    for a in tl.static_range(S):
-        x = tl.load(x_ptr + a * D + d, mask=inside, other=0.0).to(tl.float32)
-        stream += tl.load(coef_ptr + 2 * S + a * S + b) * x
-    return round_bf16(stream)
-
-
-@triton.jit
 def boundary_kernel(
     y_ptr, shared_ptr, x_ptr, coef_ptr, pre_ptr, norm_ptr,
     out_ptr, h_ptr, u_ptr, codes_ptr, scales_ptr,
     D, R, NORM_EPS, PRE_STRIDE,
-    K: tl.constexpr, S: tl.constexpr, EXPAND: tl.constexpr, COLLAPSE: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, S: tl.constexpr, EXPAND: tl.constexpr,
+    COLLAPSE: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     row = tl.program_id(0)
     wide = row.to(tl.int64)
-    x_ptr += wide * S * D
     out_ptr += wide * S * D
     coef_ptr += row * (2 + S) * S
     pre_ptr += row * PRE_STRIDE
-    square = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, D, BLOCK):
-        d = start + tl.arange(0, BLOCK)
-        inside = d < D
+    # The whole row is held at once, the streams but one at a time: all of them and the picks are
+    # more than the registers hold, and they are in the cache after the first turn.
+    d = tl.arange(0, BLOCK)
+    inside = d < D
+    x_ptr += wide * S * D
+    if EXPAND:
+        y = sublayer_output(y_ptr, shared_ptr, wide, d, inside, D, K)
+    h = tl.zeros((BLOCK,), tl.float32)
+    for b in tl.static_range(S):
         if EXPAND:
-            y = sublayer_output(y_ptr, shared_ptr, wide, d, inside, D, K)
+            stream = tl.load(coef_ptr + S + b) * y
+            for a in tl.static_range(S):
+                x = tl.load(x_ptr + a * D + d, mask=inside, other=0.0).to(tl.float32)
+                stream += tl.load(coef_ptr + 2 * S + a * S + b) * x
+            stream = round_bf16(stream)
+            tl.store(out_ptr + b * D + d, to_bf16_rne(stream), mask=inside)
         else:
-            y = tl.zeros((BLOCK,), tl.float32)
-        h = tl.zeros((BLOCK,), tl.float32)
-        for b in tl.static_range(S):
-            if EXPAND:
-                stream = mixed_stream(x_ptr, coef_ptr, y, d, inside, D, b, S)
-                tl.store(out_ptr + b * D + d, to_bf16_rne(stream), mask=inside)
-            else:
-                stream = tl.load(x_ptr + b * D + d, mask=inside, other=0.0).to(tl.float32)
-            if COLLAPSE:
-                h += tl.load(pre_ptr + b) * stream
+            stream = tl.load(x_ptr + b * D + d, mask=inside, other=0.0).to(tl.float32)
         if COLLAPSE:
-            h = round_bf16(h)
-            tl.store(h_ptr + wide * D + d, to_bf16_rne(h), mask=inside)
-            square += h * h
+            h += tl.load(pre_ptr + b) * stream
     if COLLAPSE:
-        inverse = tl.rsqrt(tl.sum(square, axis=0) / D + NORM_EPS)
-        tl.debug_barrier()
-        for start in range(0, D, BLOCK):
-            g = start // 32 + tl.arange(0, BLOCK // 32)
-            d = g[:, None] * 32 + tl.arange(0, 32)[None, :]
-            inside = d < D
-            h = tl.load(h_ptr + wide * D + d, mask=inside, other=0.0).to(tl.float32)
-            u = norm_block(h, inverse, tl.load(norm_ptr + d, mask=inside, other=0.0))
-            tl.store(u_ptr + wide * D + d, to_bf16_rne(u), mask=inside)
-            codes, scales = quantize_groups(u)
-            tl.store(codes_ptr + wide * D + d, codes, mask=inside)
-            tl.store(scales_ptr + g * R + row, scales, mask=g < D // 32)
+        h = round_bf16(h)
+        if HIDDEN:
+            tl.store(h_ptr + wide * D + d, to_bf16_rne(h), mask=inside)
+        inverse = tl.rsqrt(tl.sum(h * h, axis=0) / D + NORM_EPS)
+        u = norm_block(h, inverse, tl.load(norm_ptr + d, mask=inside, other=0.0))
+        tl.store(u_ptr + wide * D + d, to_bf16_rne(u), mask=inside)
+        codes, scales = quantize_groups(tl.reshape(u, (BLOCK // 32, 32)))
+        g = tl.arange(0, BLOCK // 32)
+        channel = g[:, None] * 32 + tl.arange(0, 32)[None, :]
+        tl.store(codes_ptr + wide * D + channel, codes, mask=channel < D)
+        tl.store(scales_ptr + g * R + row, scales, mask=g < D // 32)
 
 
 @triton.jit
@@ -220,7 +205,7 @@ def mix_coefficients(
     coef = torch.empty(rows, m, dtype=torch.float32, device=device)
     launch(
         mix_sums_kernel, (chunks, rows // ROW_TILE), x, fn, part, square, width, rows, m,
-        MP=next_power(m, 16), CHUNK=_CHUNK, BK=64, T=ROW_TILE,
+        MP=next_power(m, 16), CHUNK=_CHUNK, BK=_CHUNK, T=ROW_TILE,
     )  # fmt: skip
     launch(
         mix_finish_kernel, (rows,), part, square, base, scale, coef,
@@ -265,7 +250,7 @@ def boundary(
     h = u = x
     if collapse:
         u = torch.empty(rows, hidden, dtype=torch.bfloat16, device=device)
-        h = torch.empty_like(u) if hidden_out is None else hidden_out
+        h = u if hidden_out is None else hidden_out
     codes = torch.empty(rows, hidden, dtype=torch.uint8, device=device) if collapse else x
     shape = (hidden // GROUP, rows)
     scales = torch.empty(shape, dtype=torch.float32, device=device) if collapse else x
@@ -275,7 +260,8 @@ def boundary(
         x if mix is None else mix, x if norm is None else norm, out, h, u, codes, scales,
         hidden, rows, norm_eps, streams if pre is not None else (2 + streams) * streams,
         K=picks, S=streams, EXPAND=y is not None, COLLAPSE=collapse,
-        BLOCK=min(_BLOCK, next_power(hidden)), num_warps=8,
+        HIDDEN=hidden_out is not None, BLOCK=next_power(hidden),
+        num_warps=min(16, max(1, next_power(hidden) // 512)),
     )  # fmt: skip
     return out, u if collapse else None, QuantRows(codes, scales) if collapse else None
 
