@@ -90,59 +90,74 @@ def own_values(x_ptr, shared_ptr, at, inside, WIDTH, PICKS: tl.constexpr):
 
 
 @triton.jit
+def send(
+    x, tag, at, inside, positions_ptr, boxes_ptr, error_ptr, WIDTH, CAPACITY,
+    RANK: tl.constexpr, SIZE: tl.constexpr, LIVE: tl.constexpr,
+):  # fmt: skip
+    """Writes x with its tag to every other rank, and notes values that are not finite."""
+    bits = x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    word = (tag.to(tl.int64) << 32) | bits
+    for step in tl.static_range(1, SIZE):
+        box = tl.load(boxes_ptr + (RANK + step) % SIZE).to(tl.pointer_type(tl.int64))
+        put_word(box + ((tag & 1) * SIZE + RANK) * CAPACITY + at, word, inside)
+    bad = inside & ~(tl.abs(x) < float("inf"))
+    if LIVE:  # rows that only fill a tile may hold anything
+        bad &= tl.load(positions_ptr + at // WIDTH, mask=inside, other=-1) >= 0
+    if tl.sum(bad.to(tl.int32), axis=0) > 0:
+        tl.atomic_cas(error_ptr, 0, 256 + RANK)
+
+
+@triton.jit
+def await_words(place, tag, inside, limit):
+    """The values at `place` once all carry the tag, and how many still did not at the limit."""
+    word = get_word(place, inside)
+    missing = tl.sum((inside & ((word >> 32).to(tl.int32) != tag)).to(tl.int32), axis=0)
+    spins = 0
+    while (missing > 0) & (spins < limit):
+        word = get_word(place, inside)
+        missing = tl.sum((inside & ((word >> 32).to(tl.int32) != tag)).to(tl.int32), axis=0)
+        spins += 1
+    value = word.to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.where(missing > 0, float("nan"), value), missing
+
+
+@triton.jit
 def one_shot_kernel(
-    x_ptr, shared_ptr, out_ptr, boxes_ptr, count_ptr, error_ptr, SLOT, N, WIDTH, CAPACITY, LIMIT,
+    x_ptr, shared_ptr, out_ptr, positions_ptr, boxes_ptr, count_ptr, error_ptr,
+    SLOT, N, WIDTH, CAPACITY, LIMIT,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PICKS: tl.constexpr,
-    GATHER: tl.constexpr, ROUND: tl.constexpr, PUSH: tl.constexpr, COLLECT: tl.constexpr,
+    GATHER: tl.constexpr, ROUND: tl.constexpr, LIVE: tl.constexpr,
+    PUSH: tl.constexpr, COLLECT: tl.constexpr,
 ):  # fmt: skip
     tag = (tl.load(count_ptr) + SLOT + 1).to(tl.int32)
-    parity = tag & 1
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < N
     x = own_values(x_ptr, shared_ptr, at, inside, WIDTH, PICKS)
     if PUSH:
-        bits = x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-        word = (tag.to(tl.int64) << 32) | bits
-        for step in tl.static_range(1, SIZE):
-            box = tl.load(boxes_ptr + (RANK + step) % SIZE).to(tl.pointer_type(tl.int64))
-            put_word(box + (parity * SIZE + RANK) * CAPACITY + at, word, inside)
-        finite = tl.abs(x) < float("inf")
-        if tl.sum((inside & ~finite).to(tl.int32), axis=0) > 0:
-            tl.atomic_cas(error_ptr, 0, 256 + RANK)
+        send(x, tag, at, inside, positions_ptr, boxes_ptr, error_ptr, WIDTH, CAPACITY, RANK, SIZE,
+             LIVE)  # fmt: skip
     if COLLECT:
         own = tl.load(boxes_ptr + RANK).to(tl.pointer_type(tl.int64))
+        own += (tag & 1) * SIZE * CAPACITY + at
         limit = tl.where(tl.load(error_ptr) == 0, LIMIT, 0)
-        total = tl.zeros((BLOCK,), tl.float32)
-        lost = 0
         # Where GATHER: row by row, the ranks' WIDTH values side by side.
-        to = (at // WIDTH).to(tl.int64) * (SIZE * WIDTH) + at % WIDTH
+        out_ptr += (at // WIDTH).to(tl.int64) * (SIZE * WIDTH) + at % WIDTH if GATHER else at
+        total = tl.zeros((BLOCK,), tl.float32)
         for source in tl.static_range(SIZE):
             if source == RANK:
                 part = x
             else:
-                place = own + (parity * SIZE + source) * CAPACITY + at
-                word = get_word(place, inside)
-                missing = tl.sum((inside & ((word >> 32).to(tl.int32) != tag)).to(tl.int32), axis=0)
-                spins = 0
-                while (missing > 0) & (spins < limit):
-                    word = get_word(place, inside)
-                    late = inside & ((word >> 32).to(tl.int32) != tag)
-                    missing = tl.sum(late.to(tl.int32), axis=0)
-                    spins += 1
-                part = word.to(tl.int32).to(tl.float32, bitcast=True)
+                part, missing = await_words(own + source * CAPACITY, tag, inside, limit)
                 if missing > 0:
-                    lost = source + 1
-                    part = tl.full((BLOCK,), float("nan"), tl.float32)
+                    tl.atomic_cas(error_ptr, 0, source + 1)
             if GATHER:
-                tl.store(out_ptr + to + source * WIDTH, part, mask=inside)
+                tl.store(out_ptr + source * WIDTH, part, mask=inside)
             else:
                 total = part if source == 0 else total + part
-        if lost > 0:
-            tl.atomic_cas(error_ptr, 0, lost)
         if ROUND:
-            tl.store(out_ptr + at, to_bf16_rne(total), mask=inside)
+            tl.store(out_ptr, to_bf16_rne(total), mask=inside)
         elif not GATHER:
-            tl.store(out_ptr + at, total, mask=inside)
+            tl.store(out_ptr, total, mask=inside)
 
 
 @triton.jit
@@ -177,6 +192,8 @@ class OneShot:
         self.count = torch.zeros(1, dtype=torch.int32, device=device)
         self.error = torch.zeros(1, dtype=torch.int32, device=device)
         """The error word; read it after a step, clear it with zero_()."""
+        self.positions: Tensor | None = None
+        """Of the rows in hand, int32 [R]: NaN in a row at -1 is no fault. None: all rows count."""
         self._slot = 0
         self._most = 1 << 30
         if device.type == "cuda":
@@ -209,10 +226,12 @@ class OneShot:
         """The ranks' x float32 [R, N] side by side in rank order: [R, ranks * N]."""
         r, n = x.shape
         out = torch.empty(r, n * self.size, dtype=x.dtype, device=x.device)
-        rows = max(1, self.capacity // n)
+        rows, positions = max(1, self.capacity // n), self.positions
         for at in range(0, r, rows):
             some = x[at : at + rows]
+            self.positions = None if positions is None else positions[at:]
             self._exchange(some, some, out[at : at + rows], some.numel(), n, gathers=True)
+        self.positions = positions
         return out
 
     def _exchange(
@@ -228,6 +247,9 @@ class OneShot:
         rounded: bool = False,
     ) -> None:
         check(x, shared, out, self._own)
+        positions = self.positions
+        if positions is not None and positions.numel() * width < n:
+            raise ValueError(f"{positions.numel()} positions for {n // width} rows")
         if n > self.capacity or (not picks and x.dtype != torch.float32):
             raise ValueError(f"at most {self.capacity} float32 values, got {n} of {x.dtype}")
         block, warps = self._plan or (_SMALL if n <= _MANY else _LARGE)
@@ -244,9 +266,11 @@ class OneShot:
                 self.between()
             launch(
                 one_shot_kernel, (programs,),
-                x, shared, out, self._boxes, self.count, self.error, self._slot, n, width,
-                self.capacity, self.limit, RANK=self.rank, SIZE=self.size, BLOCK=block, PICKS=picks,
-                GATHER=gathers, ROUND=rounded, PUSH=push, COLLECT=collect, num_warps=warps,
+                x, shared, out, x if positions is None else positions,
+                self._boxes, self.count, self.error, self._slot, n, width, self.capacity,
+                self.limit, RANK=self.rank, SIZE=self.size, BLOCK=block, PICKS=picks,
+                GATHER=gathers, ROUND=rounded, LIVE=positions is not None, PUSH=push,
+                COLLECT=collect, num_warps=warps,
             )  # fmt: skip
         self._slot += 1
 

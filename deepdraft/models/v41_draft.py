@@ -84,6 +84,7 @@ class DeviceDrafter:
         then noise, at the positions that follow the confirmed ones. Ring rows behind the confirmed
         ones are overwritten."""
         args, weights, w, eps = self.args, self.weights, self.drafter, self.args.rms_norm_eps
+        self.joins.begin(inputs.positions)
         dest, lists, angles = rows.place_drafts(
             inputs.positions, inputs.slots, self.caches.floors, self.caches.turns,
             window=args.sliding_window, block=block, ring=self.caches.ring,

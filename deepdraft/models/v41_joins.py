@@ -22,6 +22,9 @@ from deepdraft.kernels.one_shot import OneShot
 class Joins:
     """One rank: nothing is to be joined."""
 
+    def begin(self, positions: Tensor) -> None:
+        """A step of rows at these positions int32 [R] starts; -1: a row that only fills a tile."""
+
     def rows(self, x: QuantRows | Tensor, w: Tiled) -> Tensor:
         """x times a map whose columns are split: bfloat16 [R, N]."""
         return gemv.gemv(x, w)
@@ -57,6 +60,10 @@ class RankJoins(Joins):
     def __init__(self, exchange: OneShot, tables: Sequence[OwnTables] = ()) -> None:
         """`tables`: of each Engram layer, in order."""
         self.exchange, self.tables = exchange, tables
+
+    def begin(self, positions: Tensor) -> None:
+        """Rows at -1 may hold anything."""
+        self.exchange.positions = positions
 
     def rows(self, x: QuantRows | Tensor, w: Tiled) -> Tensor:
         """The ranks' products, added in float32 in rank order."""

@@ -216,6 +216,7 @@ class DeviceStep:
         """All layers and the head on these rows; writes their state."""
         args, weights = self.args, self.weights
         places = self.place(inputs)
+        self.joins.begin(inputs.positions)
         memory = self.joins.table_rows(self._table_rows(places))
         x = rows.embed(inputs.ids, weights.embed, args.hc_mult)
         count = x.shape[0]

@@ -142,6 +142,22 @@ def test_the_rank_that_made_a_nan_says_so(bad):
         raise_for(259)
 
 
+def test_nan_in_a_row_that_only_fills_a_tile_is_no_fault():
+    group, xs = ranks(2), [x.view(4, 75) for x in parts(2, 300, 2)]
+    xs[1][2:] = float("nan")
+    for rank in group:
+        rank.positions = torch.tensor([7, 8, -1, -1], dtype=torch.int32, device=DEVICE)
+    outs = in_turn(group, lambda rank: rank.sum_rows(xs[rank.rank]))
+    assert torch.equal(outs[0][:2], rank_order_sum(xs)[:2].bfloat16())
+    joined = in_turn(group, lambda rank: rank.gather(xs[rank.rank]))
+    assert torch.equal(joined[1][:2], torch.cat(xs, 1)[:2])
+    group[1].check()
+    xs[0][1, 3] = float("inf")
+    in_turn(group, lambda rank: rank.sum_rows(xs[rank.rank]))
+    with pytest.raises(EngineError, match="rank 0 produced"):
+        group[0].check()
+
+
 def test_what_it_does_not_take():
     (first, _) = ranks(2)
     for x in (torch.zeros(CAPACITY + 1), torch.zeros(3, dtype=torch.float64)):
