@@ -133,6 +133,13 @@ def child_golden(args: argparse.Namespace, results: Results) -> None:
             f"drafted_T{temperature:.0f}",
             lambda t=temperature: drafted_equals_plain(pair, text[:33], 3 if dry else 960, t),
         )
+    if not dry:
+        from deepdraft.kernels import runtime
+
+        # Once more with kernels that start while their predecessors end.
+        runtime.use_programmatic_launch(True)
+        results.stage("rows_pdl", lambda: row_checks(pair, text[:121], 7))
+        results.stage("drafted_T1_pdl", lambda: drafted_equals_plain(pair, text[:33], 960, 1.0))
 
 
 def chunked_attention(window: int):

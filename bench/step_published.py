@@ -15,8 +15,9 @@ from step_results import Results
 
 from deepdraft.checkpoint.config import parse_args
 from deepdraft.engine.dummy import dummy_args
+from deepdraft.kernels import runtime
 from deepdraft.models.v41_step import STAGES, Lanes
-from deepdraft.proof.bench_step import StepBench, kernel_times, removal_times, time_graph
+from deepdraft.proof.bench_step import StepBench, profile_replays, removal_times, time_graph
 from deepdraft.proof.step_bytes import step_bytes
 
 CONFIG = Path(__file__).resolve().parents[1] / "tests" / "checkpoint" / "data" / "v41-config.json"
@@ -48,6 +49,7 @@ class Published:
         self.bench = StepBench(self.shape, context=args.context)
         self.rate = 4.3e12
         self.reference: torch.Tensor | None = None
+        self.best = float("inf"), True, False
         self.layers_ms: dict[tuple[int, int], float] = {}
 
     def loaded(self) -> dict:
@@ -86,11 +88,9 @@ class Published:
         }  # fmt: skip
 
     def variant(self, *, lanes: bool, pdl: bool) -> dict:
-        """Six rows, 22 experts: side lanes and programmatic launch on or off."""
-        from deepdraft.kernels import runtime
-
+        """Six rows, 22 experts: side lanes and programmatic launch on or off. The fastest so far
+        that gives the same bits stays on."""
         bench = self.bench
-        kept = bench.step.lanes
         bench.step.lanes = Lanes(bench.weights.device, on=lanes)
         runtime.use_programmatic_launch(pdl)
         try:
@@ -103,9 +103,11 @@ class Published:
                 self.reference = captured.logits[:6].clone()
             equal = bool(torch.equal(captured.logits[:6], self.reference))
             timed = time_graph(captured.graph.replay, replays=10)
+            if equal and timed.median < self.best[0]:
+                self.best = timed.median, lanes, pdl
         finally:
-            bench.step.lanes = kept
-            runtime.use_programmatic_launch(False)
+            bench.step.lanes = Lanes(bench.weights.device, on=self.best[1])
+            runtime.use_programmatic_launch(self.best[2])
         return {"ms": round(timed.median, 4), "best": round(timed.best, 4), "same_bits": equal}
 
     def whole(self, rows: int, experts: int) -> dict:
@@ -135,7 +137,7 @@ class Published:
         """Time on the device by kernel."""
         loop = self.bench.loop(rows, experts)
         assert loop.graph is not None
-        return kernel_times(loop.graph.replay)
+        return profile_replays(loop.graph.replay).as_json()
 
     def rows_equal(self) -> dict:
         """One row alone and among six, routed freely."""
@@ -187,18 +189,17 @@ def run(args: argparse.Namespace, results: Results, wait: Any) -> None:
     found = results.stage("ceilings", ceilings)
     if isinstance(found, dict):
         p.rate = 1e12 * found["copy_TB_s"]
+    for lanes, pdl in ((False, False), (True, False), (True, True)):
+        name = f"variant lanes {int(lanes)} pdl {int(pdl)}"
+        results.stage(name, lambda a=lanes, b=pdl: p.variant(lanes=a, pdl=b), needs=20)
     for rows, experts in ROWS[:2]:
         name = f"rows {rows} experts {experts}"
         results.stage(f"layers {name}", lambda r=rows, e=experts: p.layers(r, e))
         results.stage(f"whole {name}", lambda r=rows, e=experts: p.whole(r, e))
     results.stage("profile rows 6 experts 22", lambda: p.profile(6, 22))
-    for lanes, pdl in ((False, False), (True, False), (False, True), (True, True)):
-        name = f"variant lanes {int(lanes)} pdl {int(pdl)}"
-        results.stage(name, lambda a=lanes, b=pdl: p.variant(lanes=a, pdl=b), needs=20)
     results.stage("published_rows", p.rows_equal)
     for rows, experts in ROWS[2:]:
         name = f"rows {rows} experts {experts}"
-        results.stage(f"layers {name}", lambda r=rows, e=experts: p.layers(r, e))
         results.stage(f"whole {name}", lambda r=rows, e=experts: p.whole(r, e))
     if (6, 22) in p.layers_ms:
         results.stage("removal", p.removal, needs=40)

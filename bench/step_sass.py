@@ -26,6 +26,20 @@ from deepdraft.kernels import runtime
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def report(compiled: list) -> None:
+    """How many kernels there are of each name, and which spill."""
+    names: dict[str, set] = {}
+    spills = set()
+    for name, kernel, _ in compiled:
+        if kernel.hash not in names.setdefault(name, set()):
+            names[name].add(kernel.hash)
+            if kernels_sass.inspect(kernel)["spills"]:
+                spills.add(name)
+    print(f"  {len(compiled)} launches; kernels:", {n: len(h) for n, h in sorted(names.items())})
+    if spills:
+        print("  spills:", sorted(spills))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="golden", choices=("golden", "demo", "published"))
@@ -91,10 +105,9 @@ def main() -> None:
         spare=16,
         device="meta",
     )
-    step = DeviceStep(weights, caches)
     for width in (6, 1):
         loop = DeviceLoop(
-            step,
+            DeviceStep(weights, caches),
             DeviceSettings(1, "meta"),
             sequences=1,
             width=width,
@@ -104,18 +117,8 @@ def main() -> None:
         loop.reports = Reports(ring.to("meta"), counter.to("meta"), counter)
         compiled.clear()
         loop.run()
-        names: dict[str, set] = {}
-        spills = set()
-        for name, kernel, _ in compiled:
-            if kernel.hash not in names.setdefault(name, set()):
-                names[name].add(kernel.hash)
-                if kernels_sass.inspect(kernel)["spills"]:
-                    spills.add(name)
-        took = time.perf_counter() - begin
-        print(f"{args.model} width {width}: {len(compiled)} launches, {took:.0f} s")
-        print("  kernels:", {name: len(hashes) for name, hashes in sorted(names.items())})
-        if spills:
-            print("  spills:", sorted(spills))
+        print(f"{args.model} width {width}, {time.perf_counter() - begin:.0f} s")
+        report(compiled)
     for name, error in broken.items():
         print("BROKEN", name, error)
     sys.exit(bool(broken))

@@ -216,8 +216,33 @@ class Capture:
     seconds: float
 
 
-def kernel_times(replay: Callable[[], object], replays: int = 3) -> dict[str, dict[str, float]]:
-    """Time on the device by kernel name, per replay: us and launches. By torch's profiler."""
+@dataclass(slots=True)
+class Profile:
+    """Where a replay's time on the device goes, by torch's profiler."""
+
+    kernels: dict[str, dict[str, float]]
+    """By name: us and launches of a replay."""
+    busy_us: float
+    """Some kernel ran."""
+    span_us: float
+    """From the first kernel's start to the last one's end."""
+
+    def as_json(self) -> dict[str, object]:
+        """As plain data."""
+        idle = 1 - self.busy_us / max(self.span_us, 1e-9)
+        return {
+            "busy_us": round(self.busy_us, 1),
+            "span_us": round(self.span_us, 1),
+            "idle_share": round(idle, 4),
+            "kernels": {
+                name: {k: round(v, 2) for k, v in numbers.items()}
+                for name, numbers in self.kernels.items()
+            },
+        }
+
+
+def profile_replays(replay: Callable[[], object], replays: int = 3) -> Profile:
+    """Time on the device by kernel, per replay."""
     from torch.profiler import ProfilerActivity, profile
 
     replay()
@@ -227,15 +252,23 @@ def kernel_times(replay: Callable[[], object], replays: int = 3) -> dict[str, di
             replay()
         torch.cuda.synchronize()
     total: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    spans: list[tuple[float, float]] = []
     for event in profiler.events() or []:
         if event.device_type == torch.autograd.DeviceType.CUDA:
             total[event.name][0] += event.time_range.elapsed_us()
             total[event.name][1] += 1
+            spans.append((event.time_range.start, event.time_range.end))
+    busy = end = 0.0
+    for start, stop in sorted(spans):
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    first = min((start for start, _ in spans), default=0.0)
     names = sorted(total, key=lambda name: -total[name][0])
-    return {
+    kernels = {
         name: {"us": total[name][0] / replays, "launches": total[name][1] / replays}
         for name in names
     }
+    return Profile(kernels, busy / replays, (end - first) / replays)
 
 
 def removal_times(
