@@ -32,11 +32,9 @@ from deepdraft.kernels.rounding import (
 )
 from deepdraft.kernels.runtime import check, launch, next_power, wait_for_inputs
 
-_BINS = tl.constexpr(2048)
 _SCORE_TILE = 128
-SELECT_TILE = 4096
+SELECT_TILE = 16384
 """Scores that one program of a selection looks at."""
-_WARPS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,43 +153,43 @@ def block_best_kernel(
 
 
 # ---- selection -----------------------------------------------------------------------------
-# The K-th best score is found by its bits, 11, 11 and 10 at a time: a pass counts the scores that
-# agree with the bits found so far by their next bits. Then scores above it are taken, and of those
-# equal to it as many as are missing, from the front.
+# A program holds one tile of a row's scores, finds the K-th best by its bits, two at a time, and
+# takes what is above it, and of those equal to it as many as are missing, from the front. Of
+# several tiles each gives its K best to a further tile, until one tile is left.
 
 
 @triton.jit
 def score_keys(scores_ptr, place, length):
-    """Integers in the order of the scores (the two zeros are one), and which places count."""
+    """Integers in the order of the scores (the two zeros are one), 0 in places without one."""
     score = tl.load(scores_ptr + place, mask=place < length, other=float("-inf"))
-    valid = score > float("-inf")
     bits = tl.where(score == 0.0, 0.0, score).to(tl.uint32, bitcast=True)
-    return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000), valid
+    key = tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+    return tl.where(score > float("-inf"), key, 0), score
 
 
 @triton.jit
-def next_bits(counts_ptr, missing):
-    """The bin that holds the missing-th best of the counted, and how many it must give."""
-    bins = tl.arange(0, _BINS)
-    counts = tl.load(counts_ptr + bins)
-    above = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0)
-    found = tl.sum((above >= missing).to(tl.int32), axis=0)
-    return found, missing - tl.sum(tl.where(bins == found, above, 0), axis=0)
-
-
-@triton.jit
-def found_prefix(counts_ptr, K, PASSES: tl.constexpr):
-    """Bits of the K-th best key that the first passes have found, and how many equals to take."""
-    prefix, missing = 0, K
-    if PASSES >= 1:
-        prefix, missing = next_bits(counts_ptr, missing)
-    if PASSES >= 2:
-        more, missing = next_bits(counts_ptr + _BINS, missing)
-        prefix = prefix * 2048 + more
-    if PASSES >= 3:
-        more, missing = next_bits(counts_ptr + 2 * _BINS, missing)
-        prefix = prefix * 1024 + more
-    return prefix, missing
+def best_places(key, K):
+    """Which of key [N] are the K best, and the rank of each among them from the front."""
+    prefix, unit = tl.cast(0, tl.uint32), tl.cast(1 << 30, tl.uint32)
+    for _ in range(16):
+        # Three counts in one sum.
+        found = (key >= prefix + unit).to(tl.int64)
+        found += (key >= prefix + 2 * unit).to(tl.int64) << 20
+        found += (key >= prefix + 3 * unit).to(tl.int64) << 40
+        counts = tl.sum(found, axis=0)
+        enough = (counts >> 40 >= K).to(tl.uint32) + (((counts >> 20) & 0xFFFFF) >= K).to(tl.uint32)
+        enough += ((counts & 0xFFFFF) >= K).to(tl.uint32)
+        prefix += enough * unit
+        unit = unit >> 2
+    above = key > prefix
+    equal = (key == prefix) & (key > 0)
+    missing = K - tl.sum(above.to(tl.int32), axis=0)
+    # Two running counts in one.
+    counted = above.to(tl.int32) + (equal.to(tl.int32) << 16)
+    before = tl.cumsum(counted, axis=0) - counted
+    above_before, equal_before = before & 0xFFFF, before >> 16
+    take = above | (equal & (equal_before < missing))
+    return take, above_before + tl.minimum(equal_before, missing)
 
 
 @triton.jit
@@ -200,106 +198,79 @@ def row_length(length_ptr, row, MUL, DIV):
 
 
 @triton.jit
-def count_bits_kernel(
-    scores_ptr, reach_ptr, length_ptr, counts_ptr, CAPACITY, K, SKIP, MUL, DIV,
-    PASS: tl.constexpr, N: tl.constexpr, PDL: tl.constexpr,
+def narrow_kernel(
+    scores_ptr, entry_ptr, reach_ptr, length_ptr, best_ptr, best_entry_ptr,
+    CAPACITY, K, SKIP, MUL, DIV,
+    FIRST: tl.constexpr, KP: tl.constexpr, N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """The K best of every tile: scores and places (of the first level), -inf where there are
+    fewer."""
     wait_for_inputs(PDL)
     row, tile = tl.program_id(0), tl.program_id(1)
-    length = row_length(length_ptr, row, MUL, DIV)
-    if tl.load(reach_ptr + row) <= SKIP or tile * N >= length:
+    if tl.load(reach_ptr + row) <= SKIP:
         return
-    counts_ptr += row * 3 * _BINS
+    length = CAPACITY
+    if FIRST:
+        length = row_length(length_ptr, row, MUL, DIV)
     place = tile * N + tl.arange(0, N)
-    key, counted = score_keys(scores_ptr + row.to(tl.int64) * CAPACITY, place, length)
-    prefix, _ = found_prefix(counts_ptr, K, PASS)
-    if PASS == 0:
-        bits = key >> 21
-    elif PASS == 1:
-        counted = counted & ((key >> 21).to(tl.int32) == prefix)
-        bits = (key >> 10) & 2047
-    else:
-        counted = counted & ((key >> 10).to(tl.int32) == prefix)
-        bits = key & 1023
-    found = tl.histogram(bits.to(tl.int32), _BINS, mask=counted)
-    tl.atomic_add(counts_ptr + PASS * _BINS + tl.arange(0, _BINS), found, mask=found > 0)
-
-
-@triton.jit
-def above_and_equal(scores_ptr, counts_ptr, place, length, K):
-    key, valid = score_keys(scores_ptr, place, length)
-    threshold, missing = found_prefix(counts_ptr, K, 3)
-    threshold = threshold.to(tl.uint32)
-    return valid & (key > threshold), valid & (key == threshold), missing
-
-
-@triton.jit
-def count_tiles_kernel(
-    scores_ptr, reach_ptr, length_ptr, counts_ptr, tiles_ptr, CAPACITY, K, SKIP, MUL, DIV,
-    N: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    wait_for_inputs(PDL)
-    row, tile = tl.program_id(0), tl.program_id(1)
-    length = row_length(length_ptr, row, MUL, DIV)
-    if tl.load(reach_ptr + row) <= SKIP or tile * N >= length:
+    out = (row.to(tl.int64) * tl.num_programs(1) + tile) * K
+    k = tl.arange(0, KP)
+    if tile * N >= length:
+        tl.store(best_ptr + out + k, tl.full((KP,), float("-inf"), tl.float32), mask=k < K)
         return
-    above, equal, _ = above_and_equal(
-        scores_ptr + row.to(tl.int64) * CAPACITY, counts_ptr + row * 3 * _BINS,
-        tile * N + tl.arange(0, N), length, K,
-    )  # fmt: skip
-    at = tiles_ptr + (row * tl.num_programs(1) + tile) * 2
-    tl.store(at, tl.sum(above.to(tl.int32), axis=0))
-    tl.store(at + 1, tl.sum(equal.to(tl.int32), axis=0))
+    key, score = score_keys(scores_ptr + row.to(tl.int64) * CAPACITY, place, length)
+    take, rank = best_places(key, K)
+    total = tl.sum(take.to(tl.int32), axis=0)
+    fill = (k < K) & (k >= total)
+    tl.store(best_ptr + out + k, tl.full((KP,), float("-inf"), tl.float32), mask=fill)
+    entry = place
+    if not FIRST:
+        entry = tl.load(entry_ptr + row.to(tl.int64) * CAPACITY + place, mask=take, other=0)
+    tl.store(best_ptr + out + rank, score, mask=take)
+    tl.store(best_entry_ptr + out + rank, entry, mask=take)
 
 
 @triton.jit
-def emit_kernel(
-    scores_ptr, reach_ptr, length_ptr, counts_ptr, tiles_ptr, block_ptr, base_ptr,
+def select_kernel(
+    scores_ptr, entry_ptr, reach_ptr, length_ptr, block_ptr, base_ptr,
     entries_ptr, address_ptr, count_ptr,
     CAPACITY, K, SKIP, MUL, DIV, KEEP,
-    BLOCK: tl.constexpr, TP: tl.constexpr, KP: tl.constexpr, N: tl.constexpr, PDL: tl.constexpr,
+    FIRST: tl.constexpr, BLOCK: tl.constexpr, KP: tl.constexpr, N: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    """The K best of one tile, as entries of the row."""
     wait_for_inputs(PDL)
-    row, tile = tl.program_id(0), tl.program_id(1)
-    length = row_length(length_ptr, row, MUL, DIV)
+    row = tl.program_id(0)
     reach, base = tl.load(reach_ptr + row), tl.load(base_ptr + row)
-    counts_ptr += row * 3 * _BINS
+    length = row_length(length_ptr, row, MUL, DIV)
     entries_ptr += row * K
     address_ptr += row * K
-    everything = reach <= SKIP
-    if tile == 0:
-        if everything:
-            total = length if BLOCK == 0 else reach
-        else:
-            total = tl.sum(tl.load(counts_ptr + tl.arange(0, _BINS)), axis=0)
-        taken = tl.minimum(total, K)
-        tl.store(count_ptr + row, taken)
-        k = tl.arange(0, KP)
-        all_of_them = tl.where((k < taken) & everything, k, -1)
-        fill = (k < K) & ((k >= taken) | everything)
-        tl.store(entries_ptr + k, all_of_them, mask=fill)
-        tl.store(address_ptr + k, tl.where(all_of_them >= 0, all_of_them + base, -1), mask=fill)
-    if everything or tile * N >= length:
+    k = tl.arange(0, KP)
+    if reach <= SKIP:
+        total = tl.minimum(length if BLOCK == 0 else reach, K)
+        tl.store(count_ptr + row, total)
+        entry = tl.where(k < total, k, -1)
+        tl.store(entries_ptr + k, entry, mask=k < K)
+        tl.store(address_ptr + k, tl.where(entry >= 0, entry + base, -1), mask=k < K)
         return
-    place = tile * N + tl.arange(0, N)
-    above, equal, missing = above_and_equal(
-        scores_ptr + row.to(tl.int64) * CAPACITY, counts_ptr, place, length, K
+    place = tl.arange(0, N)
+    key, _ = score_keys(
+        scores_ptr + row.to(tl.int64) * CAPACITY, place, length if FIRST else CAPACITY
     )
-    before = tl.arange(0, TP)
-    tiles_ptr += row * tl.num_programs(1) * 2
-    above_before = tl.sum(tl.load(tiles_ptr + before * 2, mask=before < tile, other=0), axis=0)
-    equal_before = tl.sum(tl.load(tiles_ptr + before * 2 + 1, mask=before < tile, other=0), axis=0)
-    rank = equal_before + tl.cumsum(equal.to(tl.int32), axis=0)  # of equals, from 1
-    take = above | (equal & (rank <= missing))
-    first = above_before + tl.minimum(equal_before, missing)
-    where = first + tl.cumsum(take.to(tl.int32), axis=0) - 1
+    take, rank = best_places(key, K)
+    total = tl.sum(take.to(tl.int32), axis=0)
+    tl.store(count_ptr + row, total)
+    fill, none = (k < K) & (k >= total), tl.full((KP,), -1, tl.int32)
+    tl.store(entries_ptr + k, none, mask=fill)
+    tl.store(address_ptr + k, none, mask=fill)
     entry = place
+    if not FIRST:
+        entry = tl.load(entry_ptr + row.to(tl.int64) * CAPACITY + place, mask=take, other=0)
     if BLOCK > 0:
-        block = tl.load(block_ptr + row * KEEP + place // BLOCK, mask=take, other=0)
-        entry = block * BLOCK + place % BLOCK
-    take = take & (where < K)
-    tl.store(entries_ptr + where, entry, mask=take)
-    tl.store(address_ptr + where, entry + base, mask=take)
+        block = tl.load(block_ptr + row * KEEP + entry // BLOCK, mask=take, other=0)
+        entry = block * BLOCK + entry % BLOCK
+    tl.store(entries_ptr + rank, entry, mask=take)
+    tl.store(address_ptr + rank, entry + base, mask=take)
 
 
 # ---- launches ------------------------------------------------------------------------------
@@ -426,29 +397,27 @@ def _select(
     """length: int32 [R]; (length * mul) / div, rounded up, scores of a row count."""
     device = check(scores, reach, length)
     rows, capacity = scores.shape
-    tiles = -(-capacity // tile)
-    counts = torch.zeros(rows, 3, _BINS.value, dtype=torch.int32, device=device)
-    of_tiles = torch.empty(rows, tiles, 2, dtype=torch.int32, device=device)
     entries = torch.empty(rows, k, dtype=torch.int32, device=device)
     address = torch.empty_like(entries)
     taken = torch.empty(rows, dtype=torch.int32, device=device)
-    if base is None:
-        base = torch.zeros_like(reach)
-    grid, sizes = (rows, tiles), (capacity, k, skip, mul, div)
-    for number in range(3):
+    tile = max(tile, 2 * next_power(k))
+    sizes, first, places = (k, skip, mul, div), True, entries
+    while capacity > tile:
+        tiles = -(-capacity // tile)
+        best = torch.empty(rows, tiles * k, dtype=torch.float32, device=device)
+        best_places = torch.empty(rows, tiles * k, dtype=torch.int32, device=device)
         launch(
-            count_bits_kernel, grid, scores, reach, length, counts, *sizes,
-            PASS=number, N=tile, num_warps=_WARPS,
+            narrow_kernel, (rows, tiles), scores, places, reach, length, best, best_places,
+            capacity, *sizes,
+            FIRST=first, KP=next_power(k), N=tile, num_warps=max(1, min(32, tile // 512)),
         )  # fmt: skip
+        scores, places, capacity, first = best, best_places, tiles * k, False
+    side = next_power(capacity, 32)
     launch(
-        count_tiles_kernel, grid, scores, reach, length, counts, of_tiles, *sizes,
-        N=tile, num_warps=_WARPS,
-    )  # fmt: skip
-    launch(
-        emit_kernel, grid, scores, reach, length, counts, of_tiles,
-        length if blocks is None else blocks.numbers, base, entries, address, taken,
-        *sizes, 0 if blocks is None else blocks.numbers.shape[1],
-        BLOCK=0 if blocks is None else blocks.size, TP=next_power(tiles), KP=next_power(k), N=tile,
-        num_warps=_WARPS,
+        select_kernel, (rows,), scores, places, reach, length,
+        length if blocks is None else blocks.numbers, reach if base is None else base,
+        entries, address, taken, capacity, *sizes, 0 if blocks is None else blocks.numbers.shape[1],
+        FIRST=first, BLOCK=0 if blocks is None else blocks.size, KP=next_power(k), N=side,
+        num_warps=max(1, min(32, side // 512)),
     )  # fmt: skip
     return Selected(entries, address, taken)
