@@ -411,6 +411,7 @@ class Store:
         with self.lock:
             slots = {f"slots_{s.name.lower()}": self.slab.count(s) for s in SlotState}
             return {
+                "slot_bytes": self.slab.slot_bytes,
                 "entries": len(self.entries),
                 "leases": len(self._leases),
                 "pins": sum(e.pins for e in self.entries.values()),

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from deepdraft.server.metrics_kv import kv_families
 from deepdraft.telemetry import Histogram
 
 _COUNTERS = {
@@ -80,6 +81,7 @@ def metrics_text(
     samples = [(f'{{part="{k}"}}', v) for k, v in sorted(parts.items())]
     family("iteration_seconds_total", "counter", "Time of steps, by what was done.", samples)
     _averages(stats, parts, family)
+    kv_families(stats, family)
     for key, histogram in (histograms or {}).items():
         lines += _histogram_lines(*_HISTOGRAMS[key], histogram)
     return "\n".join(lines) + "\n"

@@ -35,6 +35,8 @@ class Service:
         self.state: State = "loading"
         self.failure: DeepdraftError | None = None
         """Why loading failed."""
+        self.num_preparing = 0
+        """Requests whose session is looked up or fetched."""
         self.on_failure: Callable[[], None] = lambda: None
         """Called on the loading thread when loading failed."""
         self._loader = loader
@@ -164,7 +166,10 @@ class Service:
 
     def stats(self) -> dict[str, int]:
         """The engine's counters; empty before there is an engine."""
-        return {} if self._engine is None else self._engine.stats()
+        if self._engine is None:
+            return {}
+        preparing = {} if self.fleet is None else {"kv_preparing": self.num_preparing}
+        return {**self._engine.stats(), **preparing}
 
     def histograms(self) -> dict[str, Histogram]:
         """The engine's times; empty before there is an engine."""

@@ -31,7 +31,6 @@ class Sessions:
         self._service = service
         self._settings: ServerConfig = service.config.server
         self._workers = ThreadPoolExecutor(PREPARED, "deepdraft-prepare")
-        self.num_preparing = 0
 
     def key(self, request: Request, tenant: str) -> str | None:
         """The conversation's key; None without the header. Raises RequestError for a bad id."""
@@ -60,12 +59,12 @@ class Sessions:
         if fleet is None:
             return
         loop = asyncio.get_running_loop()
-        self.num_preparing += 1
+        self._service.num_preparing += 1
         try:
             prompt = job.requests[0].prompt_ids
             session = await loop.run_in_executor(self._workers, fleet.prepare, key, prompt)
         finally:
-            self.num_preparing -= 1
+            self._service.num_preparing -= 1
         job.requests = [replace(r, session=session) for r in job.requests]
 
     def close(self) -> None:

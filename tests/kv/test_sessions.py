@@ -10,6 +10,7 @@ from deepdraft.config import Config, EngineConfig, FleetConfig
 from deepdraft.engine.reuse import open_reuse
 from deepdraft.errors import ConfigError
 from deepdraft.models.deepseek_v41 import DeepseekV41
+from deepdraft.server.metrics import metrics_text
 from deepdraft.text.tokenizer import Tokenizer
 from tests.kv.served import Json, Peer, load_tiny, tiny_model, told, toy_tokenizer
 from tests.kv.test_directory import RealRedis, needs_redis
@@ -133,6 +134,32 @@ def test_metrics_moved(make_peer: MakePeer) -> None:
     stats = peer.stats()
     assert (stats["kv_hits"], stats["kv_misses"]) == (1, 1)
     assert stats["kv_tokens_reused"] > 10
+    text = metrics_text(stats)
+    used = stats["kv_slots_used"] * stats["kv_slot_bytes"]
+    for line in (
+        'deepdraft_kv_lookups_total{result="hit"} 1',
+        'deepdraft_kv_lookups_total{result="miss"} 1',
+        'deepdraft_kv_starts_total{kind="checkpoint"} 1',
+        f"deepdraft_kv_tokens_reused_total {stats['kv_tokens_reused']}",
+        f'deepdraft_kv_slab_bytes{{state="used"}} {used}',
+    ):
+        assert line in text.splitlines()
+
+
+def test_every_counter_of_a_fleet_has_a_metric() -> None:
+    text = metrics_text(
+        {"kv_fetch_hit": 3, "kv_claim_stale": 1, "kv_fetch_microseconds": 2_500_000}
+        | {"kv_lookup_none": 2, "kv_fetch_corrupt": 1, "kv_preparing": 4}
+    )
+    for line in (
+        'deepdraft_kv_fetches_total{result="hit"} 3',
+        'deepdraft_kv_claims_total{result="stale"} 1',
+        'deepdraft_kv_directory_lookups_total{result="unavailable"} 2',
+        'deepdraft_kv_verify_failures_total{what="fetch"} 1',
+        "deepdraft_kv_fetch_seconds_total 2.500000",
+        "deepdraft_kv_preparing 4",
+    ):
+        assert line in text.splitlines()
 
 
 # ---- without a cache -----------------------------------------------------------------------
