@@ -23,7 +23,14 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from deepdraft.errors import EngineError, RankError  # noqa: E402
-from deepdraft.parallel.group import NVLINK_MULTICAST_OFF, ProcessGroup, rank_order_sum  # noqa: E402
+from deepdraft.kernels.one_shot import OneShot  # noqa: E402
+from deepdraft.parallel.group import (  # noqa: E402
+    NVLINK_MULTICAST_OFF,
+    ProcessGroup,
+    rank_order_sum,
+    run_in_turn,
+    symmetric_mailbox,
+)
 from deepdraft.parallel.launch import Limits, run_ranks  # noqa: E402
 from deepdraft.parallel.rank import Rank, run_rank, this_rank  # noqa: E402
 
@@ -163,10 +170,8 @@ class Note:
             log(f"  {name}: {value}")
 
 
-def one_shot(group: ProcessGroup, rows: int = 8, **options: object):
-    from deepdraft.parallel.one_shot import OneShot, symmetric_mailbox
-
-    own, boxes = symmetric_mailbox(dist.group.WORLD.group_name, group.size, rows * WIDTH)
+def one_shot(group: ProcessGroup, rows: int = 8, **options: object) -> OneShot:
+    own, boxes = symmetric_mailbox(group.size, rows * WIDTH)
     return OneShot(group.rank, boxes, own, **options)
 
 
@@ -180,11 +185,11 @@ def input_of(rank: int, rows: int, device: torch.device, seed: int = 0) -> torch
 def sums(group: ProcessGroup, device: torch.device, note: Note, dry: bool) -> None:
     """Bits and times of every way to add."""
     ways: dict = {
-        "nccl all_gather + rank-order sum": lambda x, _: rank_order_sum(group.gather(x)),
-        "nccl all_reduce fp32": lambda x, _: all_reduced(x),
+        "nccl all_gather + rank-order sum": lambda x: rank_order_sum(group.gather(x)),
+        "nccl all_reduce fp32": all_reduced,
     }
     if not dry:
-        ways["nccl all_reduce bf16"] = lambda x, _: all_reduced(x.bfloat16())
+        ways["nccl all_reduce bf16"] = lambda x: all_reduced(x.bfloat16())
         try:
             own = one_shot(group)
             ways["one-shot"] = own.sum
@@ -197,13 +202,14 @@ def sums(group: ProcessGroup, device: torch.device, note: Note, dry: bool) -> No
             continue
         bits[name] = all(
             torch.equal(
-                way(input_of(group.rank, rows, device, seed), slot),
+                way(input_of(group.rank, rows, device, seed)),
                 rank_order_sum([input_of(r, rows, device, seed) for r in range(group.size)]),
             )
-            for slot, (rows, seed) in enumerate((r, s) for r in range(1, 9) for s in range(3))
+            for rows in range(1, 9)
+            for seed in range(3)
         )
         if name == "one-shot":
-            own.advance(24)
+            own.finish()
             own.check()
     note("equal to the rank-order sum, bit for bit, 1 to 8 rows", bits)
     if not dry:
@@ -216,8 +222,8 @@ def sums(group: ProcessGroup, device: torch.device, note: Note, dry: bool) -> No
         return
     torch_one_shot(group, device, note)
     for block, warps in PLANS if "one-shot" in ways else ():
-        plan = one_shot(group, block=block, warps=warps)
-        times = {r: timed(plan.sum, r, group, device, dry, plan.advance) for r in (1, 6, 8)}
+        plan = one_shot(group, plan=(block, warps))
+        times = {r: timed(plan.sum, r, group, device, dry) for r in (1, 6, 8)}
         note(f"us per exchange, one-shot, block {block}, {warps} warps", times)
         plan.check()
 
@@ -238,7 +244,7 @@ def torch_one_shot(group: ProcessGroup, device: torch.device, note: Note) -> Non
         symmetric.rendezvous(buffer, name)
         one = torch.ops.symm_mem.one_shot_all_reduce
         times = {
-            r: timed(lambda x, _: one(buffer[: x.numel()], "sum", name), r, group, device, False)
+            r: timed(lambda x: one(buffer[: x.numel()], "sum", name), r, group, device, False)
             for r in ROWS
         }
         note("us per exchange, torch one_shot_all_reduce bf16", times)
@@ -248,32 +254,30 @@ def torch_one_shot(group: ProcessGroup, device: torch.device, note: Note) -> Non
 
 def emulated(device: torch.device) -> bool:
     """Both ranks' kernels on this GPU in turn."""
-    from deepdraft.parallel.one_shot import OneShot
-
     boxes = [torch.zeros(2, 2, 8 * WIDTH, dtype=torch.int64, device=device) for _ in range(2)]
-    pair = [OneShot(r, [b.data_ptr() for b in boxes], boxes[r]) for r in range(2)]
-    same = True
-    for slot in range(4):
-        xs = [input_of(r, 6, device, slot) for r in range(2)]
-        for rank in pair:
-            rank.sum(xs[rank.rank], slot, phase="push")
-        outs = [rank.sum(xs[rank.rank], slot, phase="collect") for rank in pair]
-        same &= all(torch.equal(out, rank_order_sum(xs)) for out in outs)
-    return same
+
+    def one(rank) -> bool:
+        own = OneShot(
+            rank.rank, [b.data_ptr() for b in boxes], boxes[rank.rank],
+            between=lambda: rank.gather(torch.zeros(1)),
+        )  # fmt: skip
+        draws = [[input_of(r, 6, device, seed) for r in range(2)] for seed in range(4)]
+        return all(torch.equal(own.sum(xs[rank.rank]), rank_order_sum(xs)) for xs in draws)
+
+    return all(run_in_turn(2, one))
 
 
-def timed(way, rows: int, group, device, dry: bool, advance=None) -> float:
+def timed(way, rows: int, group, device, dry: bool) -> float:
     """Microseconds of one exchange in a chain of 86, in a CUDA graph; median of 7."""
     x = input_of(group.rank, rows, device)
     chain = 4 if dry else CHAIN
     owner = getattr(way, "__self__", None)
-    advance = advance or getattr(owner, "advance", None)
 
     def step() -> None:
-        for slot in range(chain):
-            way(x, slot)
-        if advance is not None:
-            advance(chain)
+        for _ in range(chain):
+            way(x)
+        if isinstance(owner, OneShot):
+            owner.finish()
 
     step()
     if dry:
@@ -304,14 +308,14 @@ def silent(group: ProcessGroup, device: torch.device, note: Note, dry: bool) -> 
         return
     own = one_shot(group)
     x = input_of(group.rank, 6, device)
-    own.sum(x, 0)
-    own.advance(1)
+    own.sum(x)
+    own.finish()
     torch.cuda.synchronize()
     dist.barrier()
     begin = time.perf_counter()
     if group.rank == 0:
-        for slot in range(CHAIN):
-            out = own.sum(x, slot)
+        for _ in range(CHAIN):
+            out = own.sum(x)
         torch.cuda.synchronize()
         note("seconds until rank 0 gave up, 86 exchanges", round(time.perf_counter() - begin, 3))
         note("result is NaN", bool(out.isnan().all()))

@@ -1,0 +1,334 @@
+"""The whole step on two GPUs, random weights of the published shape: ms, and the ranks' bits.
+
+    python3 bench/tp2_step_gpu.py --json FILE [--seconds 240] [--parts equal,whole] [--pool 96]
+
+equal: 22 layers, the two ranks' logits against both ranks emulated in turn on one GPU, bit for bit.
+whole: 40 layers, drafter, one graph a step; one-shot exchange, then NCCL all-reduce, then none (the
+floor of this step without exchange; its numbers mean nothing). Starts its ranks itself; writes FILE
+after every figure.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from deepdraft.arch import V41Args  # noqa: E402
+from deepdraft.checkpoint.config import parse_args  # noqa: E402
+from deepdraft.engine.dummy import DummyWeights, dummy_args  # noqa: E402
+from deepdraft.errors import RankError  # noqa: E402
+from deepdraft.kernels.one_shot import OneShot  # noqa: E402
+from deepdraft.models.v41_buffers import DeviceCaches, RowInputs  # noqa: E402
+from deepdraft.models.v41_draft import DeviceDrafter  # noqa: E402
+from deepdraft.models.v41_joins import Joins, OwnTables, RankJoins  # noqa: E402
+from deepdraft.models.v41_loop import DeviceLoop, DeviceSettings  # noqa: E402
+from deepdraft.models.v41_step import DeviceStep  # noqa: E402
+from deepdraft.models.v41_weights import load_weights  # noqa: E402
+from deepdraft.parallel.group import (  # noqa: E402
+    NVLINK_MULTICAST_OFF,
+    ProcessGroup,
+    run_in_turn,
+    symmetric_mailbox,
+)
+from deepdraft.parallel.launch import Limits, run_ranks  # noqa: E402
+from deepdraft.parallel.plan import ShardPlan  # noqa: E402
+from deepdraft.parallel.rank import Rank, run_rank, this_rank  # noqa: E402
+from deepdraft.proof.bench_step import StepBench, fill_caches  # noqa: E402
+from deepdraft.proof.step_bytes import step_bytes  # noqa: E402
+
+CONFIG = ROOT / "tests/checkpoint/data/v41-config.json"
+CONTEXT = 32768
+ROWS = ((6, 22), (6, 35), (8, 25), (1, 6), (2, 11), (4, 18))
+CAPACITY = 8 * 65536
+
+
+def log(text: str) -> None:
+    print(f"[tp2-step {time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    options = arguments()
+    begin = time.monotonic()
+    report: dict = {"torch": torch.__version__, "context": CONTEXT, "pool": options.pool}
+    for part in options.parts.split(","):
+        left = options.seconds - (time.monotonic() - begin)
+        if left < 20:
+            report[part] = {"skipped": "no time left"}
+            continue
+        out = options.json.with_name(f"tp2-step-{part}.json")
+        out.unlink(missing_ok=True)
+        command = [
+            sys.executable, "-W", "ignore", __file__, "--json", str(out), "--parts", part,
+            "--pool", str(options.pool), "--seconds", str(left - 5),
+        ]  # fmt: skip
+        found: dict = {}
+        try:
+            run_ranks(
+                command, 2, env={**os.environ, **NVLINK_MULTICAST_OFF}, limits=Limits(step_s=left)
+            )
+        except RankError as error:
+            found["ended_with"] = error.message
+        if out.exists():
+            found = json.loads(out.read_text()) | found
+        report[part] = found
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    report["wall_s"] = round(time.monotonic() - begin, 1)
+    options.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=240.0)
+    parser.add_argument("--parts", default="equal,whole")
+    parser.add_argument("--pool", type=int, default=96)
+    return parser.parse_args()
+
+
+# ---- one rank -------------------------------------------------------------------------------
+
+
+class RankWeights(DummyWeights):
+    """One rank's parts: what is whole is alike on all ranks, what is split differs."""
+
+    def __init__(self, args: V41Args, plan: ShardPlan, rank: int, device: torch.device) -> None:
+        super().__init__(args, device=device)
+        self.plan, self.rank = plan, rank
+        self.table = {
+            name: dataclasses.replace(entry, shape=plan.shape(name, entry.shape, rank))
+            for name, entry in self.table.items()
+        }
+
+    def _generator(self, name: str) -> torch.Generator:
+        cut = self.plan.cut(name) is not None
+        return super()._generator(f"{name} of rank {self.rank}" if cut else name)
+
+
+def plan_of(args: V41Args, size: int) -> ShardPlan:
+    """Shortened hash tables count as equally long."""
+    count = (args.engram_max_ngram_size - 1) * args.engram_n_heads
+    rows = dict(zip(args.engram_layer_ids, args.engram_num_embeddings, strict=True))
+    return ShardPlan(args, size, {layer: [n // count] * count for layer, n in rows.items()})
+
+
+def tables_of(args: V41Args, plan: ShardPlan, rank: int) -> list[OwnTables]:
+    own = []
+    for layer in args.engram_layer_ids:
+        start, stop = plan.bounds(f"layers.{layer}.engram.embed.weight", 0, rank)
+        own.append(OwnTables(slice(*plan.own_tables(rank)), start, stop - start))
+    return own
+
+
+class RankBench(StepBench):
+    """`StepBench` of one rank."""
+
+    def __init__(self, args: V41Args, rank: int, size: int, joins, *, drafter: bool = True) -> None:
+        self.args, self.context = args, CONTEXT
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        plan = plan_of(args, size)
+        ids = [i % args.engram_compressed_vocab_size for i in range(args.vocab_size)]
+        source = RankWeights(args, plan, rank, self.device)
+        self.weights = load_weights(args, source, ids, device=self.device, drafter=drafter)
+        self.caches = DeviceCaches(
+            args, num_sequences=1, max_tokens=CONTEXT + 4096, spare=16, device=self.device
+        )
+        fill_caches(self.caches)
+        self.joins: Joins = joins(tables_of(args, plan, rank))
+        self.step = DeviceStep(self.weights, self.caches, joins=self.joins)
+        self.rng = np.random.default_rng(0)
+        self.inputs: RowInputs | None = None
+
+    def whole(self, width: int, experts: int) -> DeviceLoop:
+        """One sequence's whole step, captured and at its context."""
+        self.rng = np.random.default_rng(1)
+        self.set_rows(width, experts)
+        self.step.joins = self.joins
+        drafter = DeviceDrafter(self.weights, self.caches, joins=self.joins) if width > 1 else None
+        loop = DeviceLoop(
+            self.step, DeviceSettings(1, self.device), sequences=1, width=width, drafter=drafter
+        )
+        loop.set_slots([0])
+        with torch.inference_mode():
+            loop.capture()
+        loop.settings.begin(0, max_tokens=3000, temperature=0.0)
+        loop.begin(0, 0, self.context)
+        return loop
+
+
+class NcclExchange:
+    """The same joins by NCCL: float32 all-reduce and all-gather (bits may differ above 2 ranks)."""
+
+    positions = None
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def sum_rows(self, x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x)
+        return x.bfloat16()
+
+    def sum_picks(self, y: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+        return self.sum_rows(y.float().sum(1) + shared)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty(self.size, *x.shape)
+        dist.all_gather_into_tensor(out, x)
+        return out.transpose(0, 1).reshape(x.shape[0], -1)
+
+    def finish(self) -> None:
+        """Nothing is counted."""
+
+
+class NoExchange(NcclExchange):
+    """Each rank goes on with its own part: the step's time without exchanges."""
+
+    def sum_rows(self, x: torch.Tensor) -> torch.Tensor:
+        return x.bfloat16()
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x.repeat(1, self.size)
+
+
+def full_args() -> V41Args:
+    return parse_args(json.loads(CONFIG.read_text()))
+
+
+def work(me: Rank) -> None:
+    options = arguments()
+    me.pulse.set_state("loading")
+    torch.cuda.set_device(me.rank)
+    group = ProcessGroup(me.rank, me.size, me.store, backend="nccl", pulse=me.pulse)
+    group.gather(torch.zeros(1, device="cuda"))
+    values: dict = {}
+
+    def note(name: str, value: object) -> None:
+        values[name] = value
+        if me.rank == 0:
+            options.json.write_text(json.dumps(values, indent=1) + "\n")
+            log(f"{name}: {value}")
+
+    with me.pulse.step():
+        {"equal": equal, "whole": whole}[options.parts](group, options, note)
+    dist.barrier()
+
+
+def symmetric(group: ProcessGroup) -> OneShot:
+    own, boxes = symmetric_mailbox(group.size, CAPACITY)
+    return OneShot(group.rank, boxes, own)
+
+
+def equal(group: ProcessGroup, options: argparse.Namespace, note) -> None:
+    """22 layers: processes against ranks in turn on one GPU."""
+    args = dummy_args(full_args(), layers=22, expert_pool=8, engram_rows=240_000)
+    exchange = symmetric(group)
+    bench = RankBench(args, group.rank, group.size, lambda own: RankJoins(exchange, own))
+    bench.set_rows(6, None)
+    with torch.inference_mode():
+        logits = bench.once()[:6].clone()
+    torch.cuda.synchronize()
+    exchange.check()
+    parts = group.gather(logits)
+    note("finite", bool(torch.isfinite(logits).all()))
+    note("both ranks, same logits", torch.equal(parts[0], parts[1]))
+    del bench
+    torch.cuda.empty_cache()
+    if group.rank:
+        return
+    boxes = [
+        torch.zeros(2, group.size, CAPACITY, dtype=torch.int64, device="cuda")
+        for _ in range(group.size)
+    ]
+
+    def in_turn(one):
+        torch.cuda.set_device(0)
+
+        def between() -> None:
+            torch.cuda.synchronize()
+            one.gather(torch.zeros(1))
+
+        own = OneShot(one.rank, [b.data_ptr() for b in boxes], boxes[one.rank], between=between)
+        bench = RankBench(args, one.rank, one.size, lambda tables: RankJoins(own, tables))
+        bench.step = DeviceStep(bench.weights, bench.caches, joins=bench.joins, side_lanes=False)
+        bench.set_rows(6, None)
+        with torch.inference_mode():
+            found = bench.once()[:6].clone()
+        own.check()
+        return found
+
+    found = run_in_turn(group.size, in_turn)
+    note("ranks in turn on one GPU, same logits", [torch.equal(f, logits) for f in found])
+
+
+def whole(group: ProcessGroup, options: argparse.Namespace, note) -> None:
+    """40 layers and the drafter."""
+    begin = time.monotonic()
+    args = dummy_args(full_args(), expert_pool=options.pool, engram_rows=4_000_000)
+    exchange = symmetric(group)
+    tables: list[OwnTables] = []
+
+    def joins(own: list[OwnTables]) -> RankJoins:
+        tables.extend(own)
+        return RankJoins(exchange, own)
+
+    bench = RankBench(args, group.rank, group.size, joins)
+    torch.cuda.synchronize()
+    note("load_s", round(time.monotonic() - begin, 1))
+    note("weights_GB_per_rank", round(bench.weights.nbytes / 1e9, 2))
+    ways = {
+        "one-shot": bench.joins,
+        "nccl": RankJoins(NcclExchange(group.size), tables),
+        "none": RankJoins(NoExchange(group.size), tables),
+    }
+    for name, way in ways.items():
+        bench.joins = way
+        for rows, experts in ROWS if name == "one-shot" else ROWS[:1]:
+            if time.monotonic() - begin > options.seconds - 15:
+                note(f"{name}, rows {rows} experts {experts}", "no time left")
+                continue
+            note(f"{name}, rows {rows} experts {experts}", timed(bench, group, rows, experts))
+            if name == "one-shot":
+                exchange.check()
+
+
+def timed(bench: RankBench, group: ProcessGroup, rows: int, experts: int) -> dict:
+    loop = bench.whole(rows, experts)
+    graph = loop.graph
+    assert graph is not None
+    times = []
+    for _ in range(7):
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        for _ in range(10):
+            graph.replay()
+        last.record()
+        torch.cuda.synchronize()
+        times.append(first.elapsed_time(last) / 10)
+    counted = step_bytes(bench.args, rows=rows, experts=experts, context=CONTEXT, draft=rows > 1)
+    ms = statistics.median(times)
+    limit = counted.limit_ms(4.3e12, group.size)
+    del loop
+    torch.cuda.empty_cache()
+    return {"ms": round(ms, 3), "best": round(min(times), 3), "limit_ms": round(limit, 3),
+            "share": round(limit / ms, 3)}  # fmt: skip
+
+
+if __name__ == "__main__":
+    rank = this_rank()
+    if rank is None:
+        sys.exit(main())
+    run_rank(rank, work)
