@@ -33,7 +33,7 @@ from deepdraft.kernels.rounding import (
 from deepdraft.kernels.runtime import check, launch, next_power, wait_for_inputs
 
 _SCORE_TILE = 128
-SELECT_TILE = 16384
+SELECT_TILE = 8192
 """Scores that one program of a selection looks at."""
 
 
