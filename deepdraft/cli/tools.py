@@ -9,6 +9,7 @@ import json
 from typing import Any, get_args
 
 import click
+from click.core import ParameterSource
 
 from deepdraft.cli.options import (
     body_fields,
@@ -89,7 +90,7 @@ def _collect(chunks: Any, *, quiet: bool) -> dict[str, Any]:
 @click.command()
 @click.argument("path")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--gpus", type=click.IntRange(1), metavar="N", help="What fits on N GPUs.")
+@click.option("--gpus", "--tp", type=click.IntRange(1), metavar="N", help="What fits on N GPUs.")
 @click.option("--gpu-gb", type=click.FloatRange(0, min_open=True), metavar="GB", help="Their size.")
 @click.option(
     "--accept-key", "accept_keys", multiple=True, metavar="KEY", help="An unknown key to accept."
@@ -125,10 +126,34 @@ def selftest(device: str, as_json: bool) -> int:
     return main(device, as_json=as_json)
 
 
+def _bench_step(
+    model: str | None, options: dict[str, Any], *, layers: int | None, expert_pool: int | None,
+    rows: str | None,
+) -> int:  # fmt: skip
+    from deepdraft.proof.bench_step_main import CONTEXT, ROWS, main
+
+    given = click.get_current_context().get_parameter_source("context")
+    try:
+        wanted = ROWS if rows is None else tuple(int(r) for r in rows.split(","))
+    except ValueError as error:
+        raise click.UsageError(f"--rows takes numbers such as 1,6,8, got {rows!r}") from error
+    return main(
+        model,
+        layers=layers,
+        expert_pool=expert_pool,
+        rows=wanted,
+        context=CONTEXT if given == ParameterSource.DEFAULT else options["context"],
+        as_json=options["as_json"],
+        out=options["out"],
+    )
+
+
 @click.command()
 @click.argument(
     "what",
-    type=click.Choice(("speed", "startup", "costs", "drafted", "accept", "lossless", "compare")),
+    type=click.Choice(
+        ("speed", "startup", "costs", "drafted", "accept", "lossless", "step", "compare")
+    ),
 )
 @model_argument
 @click.argument("other", required=False, metavar="[B.json]")
@@ -157,6 +182,9 @@ def selftest(device: str, as_json: bool) -> int:
 @click.option("--concurrency", metavar="N,N", help="speed: streams at a time, or none.")
 @click.option("--temperature", type=click.FloatRange(0, 2), default=0.0, help="speed: [0].")
 @click.option("--html", metavar="FILE", help="speed: write the report there.")
+@click.option("--layers", type=click.IntRange(1), metavar="N", help="step: of so many layers.")
+@click.option("--expert-pool", type=click.IntRange(1), metavar="N", help="step: experts a layer.")
+@click.option("--rows", metavar="N,N", help="step: rows of a step [1,2,4,6,8].")
 def bench(what: str, model: str | None, other: str | None, **options: Any) -> int:
     """Measure a model, by default the bundled one.
 
@@ -164,8 +192,14 @@ def bench(what: str, model: str | None, other: str | None, **options: Any) -> in
     --concurrency or --html answers of servers alone, in classes. compare: two written results,
     A.json and B.json. startup: a server's start. costs: of steps and drafts, for --cost-table.
     drafted: with drafts against plain. accept: how many drafts stand. lossless: drafted text is
-    plain text.
+    plain text. step: one decode step on a GPU, random weights of the published sizes or of MODEL's
+    config.json.
     """
+    step = {name: options.pop(name) for name in ("layers", "expert_pool", "rows")}
+    if what == "step":
+        return _bench_step(model, options, **step)
+    if any(value is not None for value in step.values()):
+        raise click.UsageError("--layers, --expert-pool and --rows are for bench step")
     if what == "compare":
         if model is None or other is None:
             raise click.UsageError("bench compare needs two files: A.json B.json")
