@@ -6,9 +6,20 @@ import { stepLine } from "./tokens.js";
 const COLUMN = 6, GAP = 1.5, CELL = 6, CELL_GAP = 1.5, TIME_HEIGHT = 18, BAND_GAP = 5;
 
 const strips = new WeakMap(); // view -> Strip
+let palette = null; // looked up once, as asking for styles in every frame costs a layout
+
+function colours() {
+  if (!palette) {
+    const css = getComputedStyle(document.documentElement);
+    const names = ["accepted", "corrected", "bonus", "plain", "lost", "time", "hot"];
+    palette = Object.fromEntries(names.map((name) => [name, css.getPropertyValue("--" + name)]));
+  }
+  return palette;
+}
 
 // Canvases do not follow the style sheet by themselves.
 export function redrawStrips() {
+  palette = null;
   for (const view of document.querySelectorAll(".strip-view")) strips.get(view)?.draw();
 }
 
@@ -22,7 +33,7 @@ export class Strip {
     this.selected = -1;
     this.mostRows = 6;
     this.mostMs = 0;
-    this.totals = { tokens: 0, decoded: 0, ms: 0, rows: 0, drafts: 0, accepted: 0 };
+    this.totals = { steps: 0, decoded: 0, ms: 0, rows: 0, accepted: 0 };
     this.canvas = el("canvas", { "aria-hidden": "true" });
     this.view = el("div.strip-view", {
       tabindex: 0, role: "slider", "aria-label": "Steps of this answer",
@@ -36,30 +47,33 @@ export class Strip {
     this.view.addEventListener("keydown", (event) => this.#key(event));
     this.view.addEventListener("blur", () => this.select(-1));
     strips.set(this.view, this);
-    new ResizeObserver(() => this.draw()).observe(this.view);
+    this.width = 0;
+    new ResizeObserver(([entry]) => {
+      this.width = entry.contentRect.width;
+      this.draw();
+    }).observe(this.view);
   }
 
   push(step) {
     this.steps.push(step);
     this.mostRows = Math.max(this.mostRows, step.rows);
     const sum = this.totals;
-    sum.tokens += step.tokens.length;
     if (step.index) {
+      sum.steps++;
       sum.decoded += step.tokens.length;
       sum.ms += step.ms;
       sum.rows += step.rows;
-      sum.drafts += step.rows - 1;
       sum.accepted += step.accepted;
       this.mostMs = Math.max(this.mostMs, step.ms);
     }
   }
 
   get numVisible() {
-    return Math.max(1, Math.floor(this.view.clientWidth / (COLUMN + GAP)));
+    return Math.max(1, Math.floor(this.width / (COLUMN + GAP)));
   }
 
   draw() {
-    const width = this.view.clientWidth;
+    const { width } = this;
     if (!width) return;
     const shownSteps = this.numVisible;
     const last = Math.max(0, this.steps.length - shownSteps);
@@ -74,26 +88,20 @@ export class Strip {
       this.view.style.height = height + "px"; // a property, which the policy on styles lets pass
     }
     const pen = canvas.getContext("2d");
-    const css = getComputedStyle(this.view);
-    const colour = (name) => css.getPropertyValue("--" + name);
-    const colours = {
-      accepted: colour("accepted"), corrected: colour("corrected"), bonus: colour("bonus"),
-      plain: colour("plain"), lost: colour("lost"), time: colour("time"), hot: colour("hot"),
-    };
     pen.setTransform(scale, 0, 0, scale, 0, 0);
     pen.clearRect(0, 0, width, height);
     const upto = Math.min(this.steps.length, this.first + shownSteps);
     for (let i = this.first; i < upto; i++) {
-      this.#column(pen, colours, i, (i - this.first) * (COLUMN + GAP), rowsHeight);
+      this.#column(pen, colours(), i, (i - this.first) * (COLUMN + GAP), rowsHeight);
     }
     this.view.setAttribute("aria-valuemax", Math.max(0, this.steps.length - 1));
     this.#read();
   }
 
-  #column(pen, colours, i, x, rowsHeight) {
+  #column(pen, palette, i, x, rowsHeight) {
     const step = this.steps[i];
     if (i === this.selected) {
-      pen.fillStyle = colours.hot;
+      pen.fillStyle = palette.hot;
       pen.fillRect(x - GAP / 2, 0, COLUMN + GAP, rowsHeight + BAND_GAP + TIME_HEIGHT);
     }
     const last = step.tokens.at(-1)?.origin ?? "plain";
@@ -101,17 +109,17 @@ export class Strip {
       const y = rowsHeight - (row + 1) * (CELL + CELL_GAP);
       if (row <= step.accepted) {
         // From below: the drafts that stood, then the token that follows them.
-        pen.fillStyle = colours[row < step.accepted ? "accepted" : last === "accepted" ? "plain" : last];
+        pen.fillStyle = palette[row < step.accepted ? "accepted" : last === "accepted" ? "plain" : last];
         pen.fillRect(x, y, COLUMN, CELL);
       } else {
-        pen.strokeStyle = colours.lost;
+        pen.strokeStyle = palette.lost;
         pen.lineWidth = 1;
         pen.strokeRect(x + 0.5, y + 0.5, COLUMN - 1, CELL - 1);
       }
     }
     if (step.index && this.mostMs) {
       const tall = Math.max(1, (TIME_HEIGHT * step.ms) / this.mostMs);
-      pen.fillStyle = colours.time;
+      pen.fillStyle = palette.time;
       pen.fillRect(x, rowsHeight + BAND_GAP, COLUMN, tall);
     }
   }
@@ -131,14 +139,12 @@ export class Strip {
   }
 
   get acceptedLength() {
-    const steps = this.steps.filter((step) => step.index).length;
-    return steps ? 1 + this.totals.accepted / steps : NaN;
+    return this.totals.steps ? 1 + this.totals.accepted / this.totals.steps : NaN;
   }
 
   summary() {
-    const steps = this.steps.length - (this.steps[0]?.index === 0 ? 1 : 0);
-    if (steps < 1) return "no step yet";
-    const { decoded, ms, rows } = this.totals;
+    const { steps, decoded, ms, rows } = this.totals;
+    if (!steps) return "no step yet";
     return `${num(steps)} steps, ${num(decoded / steps, 2)} tokens and ${num(rows / steps, 2)} rows a step, `
       + `${num(ms / steps, 1)} ms a step`;
   }

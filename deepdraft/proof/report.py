@@ -120,7 +120,7 @@ def _classes(rows: Sequence[Record], names: Sequence[str]) -> str:
 
 def _prefill(rows: Sequence[Record], names: Sequence[str]) -> str:
     def series(key: str) -> list[tuple[str, Points]]:
-        found = []
+        found: list[tuple[str, Points]] = []
         for name in names:
             points = []
             for row in rows:
@@ -144,7 +144,7 @@ def _prefill(rows: Sequence[Record], names: Sequence[str]) -> str:
 
 def _concurrency(rows: Sequence[Record], names: Sequence[str]) -> str:
     def series(key: str) -> list[tuple[str, Points]]:
-        found = []
+        found: list[tuple[str, Points]] = []
         for name in names:
             points = [(float(r["streams"]), _bar(r["by_target"][name][key])) for r in rows]
             found.append((name, [(x, bar) for x, bar in points if bar is not None]))

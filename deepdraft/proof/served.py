@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,7 @@ class Served:
 @contextlib.contextmanager
 def served(
     model: str | Path | None, options: Sequence[str] = (), *, timeout_s: float = 120.0
-) -> Iterator[Served]:
+) -> Generator[Served]:
     """Serves a model (None: the bundled one) on a free port. Raises ConfigError."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
