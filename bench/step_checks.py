@@ -128,6 +128,11 @@ def child_golden(args: argparse.Namespace, results: Results) -> None:
         lambda: device_check.compare_logits(pair.model, pair.step, text[: n * 2]).summary(),
     )
     results.stage("rows", lambda: row_checks(pair, text[: 8 if dry else 121], 1 if dry else 7))
+    if not dry:
+        long = (text * 6)[:600]
+        results.stage(
+            "accepts", lambda: {"wrong": device_check.forced_accepts(pair.step, long, slot=2)}
+        )
     for temperature in (0.0, 1.0):
         results.stage(
             f"drafted_T{temperature:.0f}",

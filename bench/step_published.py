@@ -155,6 +155,18 @@ class Published:
             alone.append(bits_equal(six[i : i + 1], bench.once()[:1]))
         return {"twice": bits_equal(six, again), "alone": alone}
 
+    def accepts(self) -> dict:
+        """0 to 5 right drafts around the lengths at which selection changes its way."""
+        from deepdraft.proof.device_check import forced_accepts
+
+        rng = np.random.default_rng(3)
+        self.bench.step.forced = None
+        found = {}
+        for first in (120, 506, 1016, 16376, self.context - 8):
+            text = [int(t) for t in rng.integers(0, self.shape.vocab_size, 24)]
+            found[str(first)] = forced_accepts(self.bench.step, text, first=first)
+        return {"wrong": found}
+
     def removal(self) -> dict:
         self.bench.set_rows(6, 22)
         return removal_times(self.bench, STAGES, self.layers_ms[6, 22])
@@ -198,6 +210,7 @@ def run(args: argparse.Namespace, results: Results, wait: Any) -> None:
         results.stage(f"whole {name}", lambda r=rows, e=experts: p.whole(r, e))
     results.stage("profile rows 6 experts 22", lambda: p.profile(6, 22))
     results.stage("published_rows", p.rows_equal)
+    results.stage("published_accepts", p.accepts, needs=20)
     for rows, experts in ROWS[2:]:
         name = f"rows {rows} experts {experts}"
         results.stage(f"whole {name}", lambda r=rows, e=experts: p.whole(r, e))

@@ -22,10 +22,8 @@ from torch import Tensor
 from deepdraft.arch import V41Args
 from deepdraft.engine.dummy import DummyWeights
 from deepdraft.kernels.runtime import padded_rows
-from deepdraft.models.layers import WeightSource
 from deepdraft.models.v41_buffers import DeviceCaches, RowInputs
 from deepdraft.models.v41_draft import DeviceDrafter
-from deepdraft.models.v41_joins import Joins
 from deepdraft.models.v41_loop import DeviceLoop, DeviceSettings
 from deepdraft.models.v41_step import DeviceStep, Skip
 from deepdraft.models.v41_weights import load_weights
@@ -123,17 +121,14 @@ class StepBench:
         drafter: bool = True,
         rows: int = 16,
         seed: int = 0,
-        source: WeightSource | None = None,
-        joins: Joins | None = None,
     ) -> None:
-        """`args` as `dummy_args` makes them; `rows`: most rows of a step. `source`, `joins`: of one
-        rank of several."""
+        """`args` as `dummy_args` makes them; `rows`: most rows of a step."""
         self.args, self.context, self.device = args, context, torch.device(device)
         begin = time.perf_counter()
         token_map = [i % args.engram_compressed_vocab_size for i in range(args.vocab_size)]
         self.weights = load_weights(
             args,
-            source or DummyWeights(args, device=device, seed=seed),
+            DummyWeights(args, device=device, seed=seed),
             token_map,
             device=device,
             drafter=drafter,
@@ -142,8 +137,7 @@ class StepBench:
             args, num_sequences=1, max_tokens=context + _ROOM, spare=rows, device=device
         )
         fill_caches(self.caches)
-        self.joins = joins
-        self.step = DeviceStep(self.weights, self.caches, joins=joins)
+        self.step = DeviceStep(self.weights, self.caches)
         self.synchronize()
         self.load_seconds = time.perf_counter() - begin
         self.rng = np.random.default_rng(seed)
@@ -157,9 +151,7 @@ class StepBench:
             DeviceSettings(1, self.device),
             sequences=1,
             width=width,
-            drafter=(
-                DeviceDrafter(self.weights, self.caches, joins=self.joins) if width > 1 else None
-            ),
+            drafter=DeviceDrafter(self.weights, self.caches) if width > 1 else None,
         )
         loop.set_slots([0])
         if self.device.type == "cuda":

@@ -180,6 +180,38 @@ def step_logits(
 
 
 @torch.inference_mode()
+def forced_accepts(
+    step: DeviceStep, text: Sequence[int], *, first: int = 0, slot: int = 0, width: int = 6
+) -> list[str]:
+    """Verification of drafts that are right up to a place and wrong behind it, 0 to width - 1 right
+    ones in turn, from position `first` on; what differs from plain steps of the same text in any
+    bit of the logits of a row that counts.
+
+    What lies before `first` is what the caches hold.
+    """
+    inputs = RowInputs(width, step.weights.device)
+    plain = []
+    for at, token in enumerate(text):
+        inputs.set([(slot, first + at, [token])])
+        plain.append(step.run(inputs).logits[0].clone())
+    wrong: list[str] = []
+    at = number = 0
+    while at < len(text):
+        right = number * 5 % width  # every count at odd and even positions
+        ids = list(text[at : at + right + 1])
+        drafts = [(t + 1 + i) % step.args.vocab_size for i, t in enumerate(text[at : at + width])]
+        rows = ids + drafts[: width - len(ids)]
+        inputs.set([(slot, first + at, rows)])
+        logits = step.run(inputs).logits
+        for i in range(len(ids)):
+            if not torch.equal(logits[i], plain[at + i]):
+                wrong.append(f"row {i} at position {first + at}, {right} right drafts")
+        at += len(ids)
+        number += 1
+    return wrong
+
+
+@torch.inference_mode()
 def side_by_side(
     step: DeviceStep, texts: Sequence[Sequence[int]], rows_each: int, slots: Sequence[int]
 ) -> list[Tensor]:
