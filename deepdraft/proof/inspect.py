@@ -4,6 +4,8 @@ Owns: the report and its JSON form. Reads config.json and shard headers, never a
 torch. Knows nothing of: devices of this machine, the engine.
 """
 
+import functools
+import itertools
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -11,12 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from deepdraft.arch import V41Args
 from deepdraft.checkpoint import totals
 from deepdraft.checkpoint.config import load_args, read_config
 from deepdraft.checkpoint.names import SKIP_RULES, Entry, tensor_table
 from deepdraft.checkpoint.shards import locate_tensors
 from deepdraft.errors import CheckpointError, ConfigError
+from deepdraft.ops.engram_hash import engram_tables
+from deepdraft.parallel.plan import V41_CUTS, stem, v41_dims
 from deepdraft.proof.inspect_family import inspect_family
 
 DEFAULT_GPUS = (1, 2, 4, 8)
@@ -26,20 +33,6 @@ RESERVED_SHARE = 0.06
 WORKSPACE_BYTES = 2_000_000_000
 
 _DTYPE_REMARKS = {"I8": "two FP4 values a byte", "F8_E8M0": "scales"}
-_SPLIT_PARTS = (
-    "embed.weight",
-    "head.weight",
-    ".attn.wq_b.",
-    ".attn.wo_a.",
-    ".attn.wo_b.",
-    ".ffn.experts.",
-    ".ffn.shared_experts.",
-    "engram.wkv.",
-    "engram.embed.",
-    ".main_proj.",
-    ".markov_head.",
-)
-"""Tensors that tensor parallelism splits over the GPUs; each GPU holds all others whole."""
 
 
 def main(
@@ -102,6 +95,7 @@ def inspect(
             if (count := sum(entry.module == rule for entry in table.values()))
         },
         "state": _state(args),
+        **({"ranks": _ranks(table.values(), gpus)} if gpus else {}),
         "fits": [
             _fit(args, weights, count, size_gb, engram_on_gpu=on_gpu)
             for count in ((gpus,) if gpus else DEFAULT_GPUS)
@@ -133,8 +127,9 @@ def _state(args: V41Args) -> dict[str, Any]:
 
 
 def is_split(name: str) -> bool:
-    """Whether tensor parallelism splits the tensor (or scale) of that name."""
-    return any(part in f".{name}" for part in _SPLIT_PARTS)
+    """Whether tensor parallelism splits the tensor (or scale) of that name; each GPU holds all
+    others whole."""
+    return stem(name) in V41_CUTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +160,15 @@ def _fit(
     args: V41Args, weights: _Weights, gpus: int, gpu_gb: float, *, engram_on_gpu: bool
 ) -> dict[str, Any]:
     """Weights and context of one model split over `gpus`; every GPU holds the whole KV."""
-    split = weights.split + (weights.tables if engram_on_gpu else 0)
-    per_gpu = weights.whole + -(-split // gpus)
+    per_gpu = weights.whole + -(-weights.split // gpus)
+    if engram_on_gpu:
+        per_gpu += _most_table_bytes(args, gpus)
     usable = int(gpu_gb * 1e9 * (1 - RESERVED_SHARE)) - WORKSPACE_BYTES
     for_tokens = usable - per_gpu - totals.constant_state_bytes(args)
     problem = ""
-    if args.o_groups % gpus:
-        problem = f"o_groups = {args.o_groups} does not divide by {gpus}"
+    uneven = [dim.why for dim in v41_dims(args).values() if dim.units % gpus]
+    if uneven:
+        problem = f"{uneven[0]} does not divide by {gpus}"
     elif for_tokens <= 0:
         problem = "weights do not fit"
     return {
@@ -185,6 +182,37 @@ def _fit(
         "problem": problem,
         "context_tokens": 0 if problem else int(for_tokens / totals.kv_bytes_per_token(args)),
     }
+
+
+@functools.lru_cache(maxsize=1)
+def _table_rows(args: V41Args) -> npt.NDArray[np.int64]:
+    """Rows of every hash table, [layers, tables]. The search for primes takes a moment."""
+    return engram_tables(args).primes.reshape(len(args.engram_layer_ids), -1)
+
+
+def _most_table_bytes(args: V41Args, ranks: int) -> int:
+    """Engram bytes of the rank that holds most: hash tables stay whole and differ in size."""
+    if not args.engram_layer_ids:
+        return 0
+    primes = _table_rows(args)
+    count, row = primes.shape[1], args.engram_head_dim + args.engram_head_dim // 32
+    cuts = [count * rank // ranks for rank in range(ranks + 1)]
+    parts = [int(primes[:, a:b].sum()) for a, b in itertools.pairwise(cuts)]
+    return max(parts) * row
+
+
+def _ranks(entries: Iterable[Entry], gpus: int) -> dict[str, Any]:
+    """By group: bytes in all, and on one of `gpus` (on average, where hash tables differ)."""
+    rows: dict[str, dict[str, int]] = {}
+    for entry in entries:
+        if entry.module in SKIP_RULES:
+            continue
+        row = rows.setdefault(entry.group, {"bytes": 0, "split_bytes": 0})
+        row["bytes"] += entry.num_bytes
+        row["split_bytes"] += entry.num_bytes if is_split(entry.name) else 0
+    for row in rows.values():
+        row["bytes_per_gpu"] = row["bytes"] - row["split_bytes"] + -(-row["split_bytes"] // gpus)
+    return dict(sorted(rows.items(), key=lambda item: -item[1]["bytes"]))
 
 
 def render(report: Mapping[str, Any]) -> str:
@@ -222,6 +250,15 @@ def render(report: Mapping[str, Any]) -> str:
             f"{fit['gpus']:>4} {fit['gpu_gb']:>8g} {fit['engram_tables']:>14} "
             f"{fit['weight_bytes_per_gpu'] / 1e9:>15.3f} {fit['host_bytes'] / 1e9:>8.3f}  {tokens}"
         )
+    if "ranks" in report:
+        gpus = report["fits"][0]["gpus"]
+        lines += ["", f"{'group':<30} {'GB':>9} {'split':>6} {f'GB on each of {gpus}':>16}"]
+        for group, row in report["ranks"].items():
+            share = row["split_bytes"] / row["bytes"] if row["bytes"] else 0.0
+            lines.append(
+                f"{group:<30} {row['bytes'] / 1e9:>9.3f} {share:>6.0%} "
+                f"{row['bytes_per_gpu'] / 1e9:>16.3f}"
+            )
     return "\n".join(lines)
 
 

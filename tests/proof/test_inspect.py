@@ -9,9 +9,12 @@ import pytest
 
 from deepdraft.checkpoint import totals
 from deepdraft.checkpoint.config import load_args, parse_args
+from deepdraft.checkpoint.names import SKIP_RULES, tensor_table
+from deepdraft.checkpoint.presharded import shard_plan
 from deepdraft.errors import CheckpointError, ConfigError
 from deepdraft.proof.inspect import inspect, is_split, main
 from tests.checkpoint.tiny import DATA, tiny_config, write_tiny
+from tests.parallel.tiny import config_of_eight
 
 PUBLISHED = DATA / "v41-config.json"
 
@@ -65,16 +68,18 @@ def test_kv_bytes_may_be_fractional():
 
 def test_what_is_split_over_gpus():
     for name in (
-        "embed.weight",
         "head.weight",
         "layers.0.attn.wq_b.scale",
         "layers.0.ffn.experts.3.w1.weight",
         "mtp.0.ffn.shared_experts.w2.weight",
         "layers.1.engram.embed.weight",
-        "mtp.2.markov_head.head.weight",
+        "layers.3.ffn.shared_experts.w1.scale",
     ):
         assert is_split(name), name
     for name in (
+        "embed.weight",
+        "mtp.0.main_proj.weight",
+        "mtp.2.markov_head.head.weight",
         "layers.0.attn.wq_a.weight",
         "layers.0.attn.wkv.scale",
         "layers.2.attn.indexer.wq_b.weight",
@@ -113,6 +118,13 @@ def test_gpus_and_their_size_can_be_chosen(published):
     assert fit(report, 2, "host")["fits"]
     whole = fit(published, 8, "host")["weight_bytes_per_gpu"]
     assert fit(report, 2, "host")["weight_bytes_per_gpu"] > whole
+    # Routed experts are split evenly; routers stand whole on every GPU.
+    groups = report["ranks"]
+    assert groups["routed experts"]["bytes_per_gpu"] * 2 == groups["routed experts"]["bytes"]
+    assert groups["routers"]["bytes_per_gpu"] == groups["routers"]["bytes"]
+    assert sum(row["bytes"] for row in groups.values()) == (
+        published["total"]["bytes"] - 970_536_960
+    )
     assert inspect(PUBLISHED, gpus=3)["fits"][0]["problem"] == "o_groups = 8 does not divide by 3"
     with pytest.raises(ConfigError, match="number of GPUs"):
         inspect(PUBLISHED, gpus=0)
@@ -175,3 +187,16 @@ def test_inspect_needs_no_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_weights_of_a_gpu_are_those_of_the_sharding_plan(tmp_path):
+    """Exactly, for the rank that holds most."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config_of_eight()))
+    args = load_args(path)
+    entries = [e for e in tensor_table(args).values() if e.module not in SKIP_RULES]
+    outside = [e for e in entries if e.group != "Engram tables"]
+    for size in (2, 8):
+        plan, report = shard_plan(args, size), inspect(path, gpus=size)
+        assert fit(report, size, "gpu")["weight_bytes_per_gpu"] == plan.most_bytes(entries)
+        assert fit(report, size, "host")["weight_bytes_per_gpu"] == plan.most_bytes(outside)
