@@ -25,7 +25,7 @@ from deepdraft.kernels.rounding import (
     round_bf16,
     to_bf16_rne,
 )
-from deepdraft.kernels.runtime import check, launch, next_power, wait_for_inputs
+from deepdraft.kernels.runtime import INTERPRET, check, launch, next_power, wait_for_inputs
 
 CHUNK_KEYS = 64
 """Keys of a chunk. Part of the numerics: probabilities are rounded relative to a chunk's top."""
@@ -33,14 +33,15 @@ CHUNK_KEYS = 64
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """How a program works: heads and channels at a time, at most; warps."""
+    """How a program works: heads and channels at a time, at most; warps, loads in flight."""
 
     heads: int
     channels: int
     warps: int
+    stages: int
 
 
-PLAN = AttentionPlan(heads=16, channels=64, warps=4)
+PLAN = AttentionPlan(heads=16, channels=64, warps=4, stages=3)
 
 
 # ---- device helpers ------------------------------------------------------------------------
@@ -54,15 +55,47 @@ def spread(scale, GROUP: tl.constexpr):
     return tl.reshape(tl.broadcast_to(scale[:, :, None], (n, g, GROUP)), (n, g * GROUP))
 
 
-# The last step of every tile below is a rounding: Triton 3.6 fails to compile a wgmma whose operand
-# comes straight from a reshape.
+@triton.jit
+def unpack_pairs(byte):
+    """Bytes of two E2M1 codes -> bf16 of the low and of the high ones, exact."""
+    if INTERPRET:
+        low, high = to_bf16_rne(from_e2m1(byte & 15)), to_bf16_rne(from_e2m1(byte >> 4))
+    else:
+        # A code's magnitude selects both bytes of its bf16 from tables; signs are put in after.
+        low, high = tl.inline_asm_elementwise(
+            """
+            { .reg .b32 m, n, h0, h1, l0, l1, a, b, s;
+              and.b32 m, $4, 0x77777777;  shr.u32 n, m, 16;
+              prmt.b32 h0, 0x3F3F3F00, 0x40404040, m;  prmt.b32 l0, 0xC0800000, 0xC0804000, m;
+              prmt.b32 h1, 0x3F3F3F00, 0x40404040, n;  prmt.b32 l1, 0xC0800000, 0xC0804000, n;
+              prmt.b32 a, h0, h1, 0x6420;  prmt.b32 b, l0, l1, 0x6420;
+              shl.b32 s, $4, 4;  lop3.b32 a, s, 0x80808080, a, 0xEA;
+              prmt.b32 $0, b, a, 0x5140;  prmt.b32 $1, b, a, 0x7362;
+              prmt.b32 a, h0, h1, 0x7531;  prmt.b32 b, l0, l1, 0x7531;
+              lop3.b32 a, $4, 0x80808080, a, 0xEA;
+              prmt.b32 $2, b, a, 0x5140;  prmt.b32 $3, b, a, 0x7362; }
+            """,
+            "=&r,=&r,=&r,=&r,r",
+            [byte],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    return low, high
 
 
 @triton.jit
-def window_tile(
-    cache_ptr, at, valid, c0: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, N: tl.constexpr
-):  # fmt: skip
-    """Channels c0.. of N window records that start at byte `at`: bf16 [N, BC]."""
+def scaled_bf16(x, scale):
+    """x times scale, bf16 values whose product is exact in bf16; scale fp32."""
+    if INTERPRET:
+        return to_bf16_rne(x.to(tl.float32) * scale)
+    else:
+        return x * scale.to(tl.bfloat16)
+
+
+@triton.jit
+def window_keys(cache_ptr, at, valid, c0, C: tl.constexpr, BC: tl.constexpr):
+    """Channels c0.. of the window records that start at byte `at`: bf16 [N, BC]."""
     where = at[:, None] + c0 + tl.arange(0, BC)[None, :]
     codes = tl.load(cache_ptr + where, mask=valid[:, None], other=0)
     scale_at = at[:, None] + C + c0 // 32 + tl.arange(0, BC // 32)[None, :]
@@ -71,74 +104,81 @@ def window_tile(
 
 
 @triton.jit
-def main_tile(
-    cache_ptr, at, valid, c0: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, N: tl.constexpr
-):  # fmt: skip
-    """Channels c0.. of N main records that start at byte `at`: bf16 [N, BC]."""
+def main_keys(cache_ptr, at, valid, c0, C: tl.constexpr, BC: tl.constexpr):
+    """Channels c0.. of the main records that start at byte `at`: even and odd ones, bf16 [N,
+    BC / 2]."""
     where = at[:, None] + c0 // 2 + tl.arange(0, BC // 2)[None, :]
-    byte = tl.load(cache_ptr + where, mask=valid[:, None], other=0)
+    low, high = unpack_pairs(tl.load(cache_ptr + where, mask=valid[:, None], other=0))
     scale_at = at[:, None] + C // 2 + c0 // 16 + tl.arange(0, BC // 16)[None, :]
     scale = from_e4m3(tl.load(cache_ptr + scale_at, mask=valid[:, None], other=0))
-    codes = tl.reshape(tl.join(byte & 15, byte >> 4), (N, BC))
-    return to_bf16_rne(from_e2m1(codes) * spread(scale, 16))
+    scale = spread(scale, 8)
+    return scaled_bf16(low, scale), scaled_bf16(high, scale)
 
 
 @triton.jit
-def key_tile(
-    window_ptr, main_ptr, at, valid, c0: tl.constexpr, C: tl.constexpr,
-    WINDOW: tl.constexpr, BC: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    if WINDOW:
-        return window_tile(window_ptr, at, valid, c0, C, BC, N)
-    else:
-        return main_tile(main_ptr, at, valid, c0, C, BC, N)
-
-
-@triton.jit
-def query_tile(
-    q_ptr, cos_ptr, sin_ptr, h, heads, c0: tl.constexpr, C: tl.constexpr, PAIRS: tl.constexpr,
+def query_pairs(
+    q_ptr, cos_ptr, sin_ptr, h, heads, c0, C: tl.constexpr, PAIRS: tl.constexpr,
     BC: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """Channels c0.. of some heads' queries, turned: bf16 [BH, BC]."""
+    """Channels c0.. of some heads' queries, turned: even and odd ones, bf16 values [BH, BC / 2]."""
     at = h[:, None] * C + c0 + tl.arange(0, BC)[None, :]
-    q = tl.load(q_ptr + at, mask=heads[:, None], other=0.0)
-    if c0 + BC > C - 2 * PAIRS:
-        even, odd = tl.split(tl.reshape(q.to(tl.float32), (BH, BC // 2, 2)))
-        pair = (c0 // 2 + tl.arange(0, BC // 2) - (C // 2 - PAIRS))[None, :]
-        even, odd = turn_pairs(even, odd, cos_ptr, sin_ptr, pair, PAIRS)
-        q = to_bf16_rne(tl.reshape(tl.join(even, odd), (BH, BC)))
-    return q
+    q = tl.load(q_ptr + at, mask=heads[:, None], other=0.0).to(tl.float32)
+    even, odd = tl.split(tl.reshape(q, (BH, BC // 2, 2)))
+    pair = (c0 // 2 + tl.arange(0, BC // 2) - (C // 2 - PAIRS))[None, :]
+    return turn_pairs(even, odd, cos_ptr, sin_ptr, pair, PAIRS)
 
 
 @triton.jit
-def attend(
-    q_ptr, cos_ptr, sin_ptr, window_ptr, main_ptr, list_ptr, part_ptr, top_ptr, total_ptr,
-    place, places, RECORD, H, SCALE, C: tl.constexpr, PAIRS: tl.constexpr,
-    WINDOW: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """One chunk: places place.. of a list of cache rows, for heads of this program."""
-    n = tl.arange(0, N)
-    address = tl.load(list_ptr + place + n, mask=place + n < places, other=-1)
-    valid = address >= 0
-    at = tl.maximum(address, 0).to(tl.int64) * RECORD
-    h = tl.program_id(1) * BH + tl.arange(0, BH)
-    heads = h < H
-    scores = tl.zeros((BH, N), tl.float32)
-    for c0 in tl.static_range(0, C, BC):
-        q = query_tile(q_ptr, cos_ptr, sin_ptr, h, heads, c0, C, PAIRS, BC, BH)
-        key = key_tile(window_ptr, main_ptr, at, valid, c0, C, WINDOW, BC, N)
-        scores = dot_bf16(q, tl.trans(key), scores)
+def chunk_weights(scores, valid, h, heads, SCALE, top_ptr, total_ptr):
+    """Probabilities of a chunk relative to its top, bf16; the top and their sum are stored."""
     scores = tl.where(valid[None, :], scores * SCALE, float("-inf"))
     top = tl.maximum(tl.max(scores, axis=1), -1e30)
     weights = tl.exp(scores - top[:, None])
     tl.store(top_ptr + h, top, mask=heads)
     tl.store(total_ptr + h, tl.sum(weights, axis=1), mask=heads)
-    rounded = to_bf16_rne(weights)
-    for c0 in tl.static_range(0, C, BC):
-        key = key_tile(window_ptr, main_ptr, at, valid, c0, C, WINDOW, BC, N)
-        part = dot_bf16(rounded, key, tl.zeros((BH, BC), tl.float32))
+    return to_bf16_rne(weights)
+
+
+@triton.jit
+def attend_window(
+    q_ptr, cos_ptr, sin_ptr, cache_ptr, at, valid, part_ptr, top_ptr, total_ptr, h, H, SCALE,
+    C: tl.constexpr, PAIRS: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    heads = h < H
+    scores = tl.zeros((BH, N), tl.float32)
+    for c0 in range(0, C, BC):
+        even, odd = query_pairs(q_ptr, cos_ptr, sin_ptr, h, heads, c0, C, PAIRS, BC, BH)
+        q = to_bf16_rne(tl.reshape(tl.join(even, odd), (BH, BC)))
+        key = window_keys(cache_ptr, at, valid, c0, C, BC)
+        scores = dot_bf16(q, tl.trans(key), scores)
+    weights = chunk_weights(scores, valid, h, heads, SCALE, top_ptr, total_ptr)
+    for c0 in range(0, C, BC):
+        key = window_keys(cache_ptr, at, valid, c0, C, BC)
+        part = dot_bf16(weights, key, tl.zeros((BH, BC), tl.float32))
         where = h[:, None] * C + c0 + tl.arange(0, BC)[None, :]
         tl.store(part_ptr + where, part, mask=heads[:, None])
+
+
+@triton.jit
+def attend_main(
+    q_ptr, cos_ptr, sin_ptr, cache_ptr, at, valid, part_ptr, top_ptr, total_ptr, h, H, SCALE,
+    C: tl.constexpr, PAIRS: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """As attend_window; a part holds the even channels, then the odd ones."""
+    heads = h < H
+    scores = tl.zeros((BH, N), tl.float32)
+    for c0 in range(0, C, BC):
+        even, odd = query_pairs(q_ptr, cos_ptr, sin_ptr, h, heads, c0, C, PAIRS, BC, BH)
+        low, high = main_keys(cache_ptr, at, valid, c0, C, BC)
+        scores = dot_bf16(to_bf16_rne(even), tl.trans(low), scores)
+        scores = dot_bf16(to_bf16_rne(odd), tl.trans(high), scores)
+    weights = chunk_weights(scores, valid, h, heads, SCALE, top_ptr, total_ptr)
+    for c0 in range(0, C, BC):
+        low, high = main_keys(cache_ptr, at, valid, c0, C, BC)
+        where = part_ptr + h[:, None] * C + c0 // 2 + tl.arange(0, BC // 2)[None, :]
+        zero = tl.zeros((BH, BC // 2), tl.float32)
+        tl.store(where, dot_bf16(weights, low, zero), mask=heads[:, None])
+        tl.store(where + C // 2, dot_bf16(weights, high, zero), mask=heads[:, None])
 
 
 # ---- kernels -------------------------------------------------------------------------------
@@ -160,46 +200,64 @@ def chunk_kernel(
     part_ptr += (row * CHUNKS + chunk).to(tl.int64) * H * C
     top_ptr += (row * CHUNKS + chunk) * H
     total_ptr += (row * CHUNKS + chunk) * H
+    n, h = tl.arange(0, N), tl.program_id(1) * BH + tl.arange(0, BH)
     if chunk < WINDOW_CHUNKS:
-        attend(
-            q_ptr, cos_ptr, sin_ptr, window_ptr, main_ptr, window_list_ptr + row * W,
-            part_ptr, top_ptr, total_ptr, chunk * N, W, C + C // 32, H, SCALE, C, PAIRS,
-            True, BH, BC, N,
+        place = chunk * N + n
+        address = tl.load(window_list_ptr + row * W + place, mask=place < W, other=-1)
+    else:
+        place = (chunk - WINDOW_CHUNKS) * N + n
+        address = tl.load(main_list_ptr + row * K + place, mask=place < K, other=-1)
+    if tl.max(address, axis=0) < 0:  # nobody here
+        tl.store(top_ptr + h, tl.full((BH,), -1e30, tl.float32), mask=h < H)
+        tl.store(total_ptr + h, tl.zeros((BH,), tl.float32), mask=h < H)
+        return
+    valid = address >= 0
+    at = tl.maximum(address, 0).to(tl.int64)
+    if chunk < WINDOW_CHUNKS:
+        attend_window(
+            q_ptr, cos_ptr, sin_ptr, window_ptr, at * (C + C // 32), valid,
+            part_ptr, top_ptr, total_ptr, h, H, SCALE, C, PAIRS, BH, BC, N,
         )  # fmt: skip
     else:
-        attend(
-            q_ptr, cos_ptr, sin_ptr, window_ptr, main_ptr, main_list_ptr + row * K,
-            part_ptr, top_ptr, total_ptr, (chunk - WINDOW_CHUNKS) * N, K, C // 2 + C // 16,
-            H, SCALE, C, PAIRS, False, BH, BC, N,
+        attend_main(
+            q_ptr, cos_ptr, sin_ptr, main_ptr, at * (C // 2 + C // 16), valid,
+            part_ptr, top_ptr, total_ptr, h, H, SCALE, C, PAIRS, BH, BC, N,
         )  # fmt: skip
 
 
 @triton.jit
 def combine_kernel(
     part_ptr, top_ptr, total_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, H,
-    C: tl.constexpr, PAIRS: tl.constexpr, CHUNKS: tl.constexpr, CP: tl.constexpr, PDL: tl.constexpr,
+    C: tl.constexpr, PAIRS: tl.constexpr, WINDOW_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr,
+    CP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     head, row = tl.program_id(0), tl.program_id(1)
-    i = tl.arange(0, CP)
-    inside = i < C
+    i = tl.arange(0, CP // 2)
     sink = tl.load(sink_ptr + head)
     highest = sink
     for chunk in tl.static_range(CHUNKS):
         highest = tl.maximum(highest, tl.load(top_ptr + (row * CHUNKS + chunk) * H + head))
     total = tl.exp(sink - highest)
-    out = tl.zeros((CP,), tl.float32)
+    even, odd = tl.zeros((CP // 2,), tl.float32), tl.zeros((CP // 2,), tl.float32)
     for chunk in tl.static_range(CHUNKS):
         at = (row * CHUNKS + chunk) * H + head
         share = tl.exp(tl.load(top_ptr + at) - highest)
-        total += share * tl.load(total_ptr + at)
-        out += share * tl.load(part_ptr + at.to(tl.int64) * C + i, mask=inside, other=0.0)
-    even, odd = tl.split(tl.reshape(round_bf16(out / total), (CP // 2, 2)))
+        own = tl.load(total_ptr + at)
+        total += share * own
+        # Channels lie in turn in the window's parts, by halves in the others.
+        first = part_ptr + at.to(tl.int64) * C + i * (2 if chunk < WINDOW_CHUNKS else 1)
+        second = first + (1 if chunk < WINDOW_CHUNKS else C // 2)
+        there = i < tl.where(own > 0, C // 2, 0)  # nobody wrote where no key was
+        even += share * tl.load(first, mask=there, other=0.0)
+        odd += share * tl.load(second, mask=there, other=0.0)
+    even, odd = round_bf16(even / total), round_bf16(odd / total)
     # Turning back is turning (odd, even). Channels beyond C are of no pair.
-    pair = tl.arange(0, CP // 2) - (C // 2 - PAIRS)
+    pair = i - (C // 2 - PAIRS)
     odd, even = turn_pairs(odd, even, cos_ptr + row * PAIRS, sin_ptr + row * PAIRS, pair, PAIRS)
     out = tl.reshape(tl.join(even, odd), (CP,))
-    tl.store(out_ptr + (row * H + head).to(tl.int64) * C + i, to_bf16_rne(out), mask=inside)
+    c = tl.arange(0, CP)
+    tl.store(out_ptr + (row * H + head).to(tl.int64) * C + c, to_bf16_rne(out), mask=c < C)
 
 
 # ---- launches ------------------------------------------------------------------------------
@@ -251,10 +309,11 @@ def sparse_attention(
         window_rows, window_rows if main_rows is None else main_rows, part, top, total,
         heads, q.shape[1], window_rows.shape[1], places, scale, C=channels, PAIRS=pairs,
         WINDOW_CHUNKS=window_chunks, CHUNKS=chunks, BH=tall, BC=wide,
-        N=CHUNK_KEYS, num_warps=plan.warps,
+        N=CHUNK_KEYS, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     launch(
         combine_kernel, (heads, rows), part, top, total, sink, cos, sin, out, heads,
-        C=channels, PAIRS=pairs, CHUNKS=chunks, CP=next_power(channels), num_warps=2,
+        C=channels, PAIRS=pairs, WINDOW_CHUNKS=window_chunks, CHUNKS=chunks,
+        CP=next_power(channels), num_warps=2,
     )  # fmt: skip
     return out
