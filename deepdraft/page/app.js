@@ -221,6 +221,9 @@ function openPanel(open) {
   $("panel-toggle").setAttribute("aria-expanded", open);
 }
 
+let served = ""; // the model's name
+let trouble = "connecting"; // why there is none
+
 async function connect() {
   try {
     const list = await models();
@@ -228,19 +231,21 @@ async function connect() {
     served = list[0].id;
   } catch (error) {
     served = "";
+    trouble = error instanceof ApiError ? error.message : "no connection";
     if (error.status === 401) $("access").open = true;
     if (error.status === 503) setTimeout(connect, 1000);
-    $("state").textContent = error.message;
   }
-  showState(Boolean(served));
+  showState(served !== "" || trouble !== "no connection");
 }
 
-let served = "";
-function showState(ok) {
-  $("state-dot").classList.toggle("up", ok && Boolean(served));
-  if (ok && served) $("state").textContent = served;
-  else if (!ok) $("state").textContent = "no connection";
-  if (ok && !served && $("state").textContent === "no connection") connect();
+// `reachable`: the server has just answered something.
+function showState(reachable) {
+  $("state-dot").classList.toggle("up", reachable && served !== "");
+  $("state").textContent = reachable ? served || trouble : "no connection";
+  if (reachable && trouble === "no connection" && !served) {
+    trouble = "connecting";
+    connect();
+  }
 }
 
 const params = new Params($("params"), connect);

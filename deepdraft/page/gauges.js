@@ -90,7 +90,7 @@ export class Gauges {
     this.busy = running + waiting > 0;
     this.set("queue", `${num(running)}, ${num(waiting)}`);
     const memory = now.values.get("process_resident_memory_bytes");
-    const stored = get("kv_stored_bytes");
+    const stored = get('kv_slab_bytes{state="used"}');
     if (memory !== undefined) {
       this.set("memory", bytes(memory) + (stored ? `, cache ${bytes(stored)}` : ""));
     }

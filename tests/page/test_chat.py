@@ -5,6 +5,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from tests.server.conftest import Live
+
 from .conftest import Opened
 
 TEXT = "The **quick** brown fox jumps over the lazy dog, again and again. Größe 東京 🙂."
@@ -420,6 +422,28 @@ def test_a_reload_during_a_stream(open_page: Callable[..., Opened]) -> None:
     tab.page.reload()
     assert tab.page.locator(".turn").count() == 0
     assert tab.complaints == []
+
+
+def test_a_key_is_asked_for(browser: Any, make_live: Callable[..., Live]) -> None:
+    live = make_live(server={"api_keys": ("secret",)})
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(live.url)
+    page.wait_for_selector("#access[open]")
+    assert "API key" in page.inner_text("#state")
+    page.fill("#p-key", "secret")
+    page.keyboard.press("Tab")
+    page.wait_for_selector(".dot.up")
+    live.toy.say("Welcome.")
+    page.uncheck("#thinking")
+    page.fill("#prompt", "Hi")
+    page.press("#prompt", "Enter")
+    page.wait_for_selector("text=Welcome.")
+    # It is kept for the tab, and nowhere else.
+    assert page.evaluate("() => JSON.stringify(localStorage)").count("secret") == 0
+    page.reload()
+    page.wait_for_selector(".dot.up")
+    context.close()
 
 
 def test_ten_thousand_tokens(open_page: Callable[..., Opened]) -> None:
