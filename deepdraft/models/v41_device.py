@@ -26,6 +26,7 @@ from deepdraft.models.layers import WeightSource, make_numerics
 from deepdraft.models.state import SequenceState, StatePool
 from deepdraft.models.v41_buffers import DECODER, DRAFTER, ENCODER, DeviceCaches, RowInputs
 from deepdraft.models.v41_draft import DeviceDrafter
+from deepdraft.models.v41_joins import Joins
 from deepdraft.models.v41_step import DeviceStep, Output
 from deepdraft.models.v41_weights import ModelWeights, load_weights
 
@@ -119,8 +120,11 @@ class DeviceV41(DeepseekV41):
         drafter: bool = True,
         tables_on_host: bool = True,
         graphs: bool = True,
+        joins: Joins | None = None,
     ) -> None:
-        """As `DeepseekV41`. `graphs`: steps are captured (on a GPU)."""
+        """As `DeepseekV41`. `graphs`: steps are captured (on a GPU). `joins`: of a rank of several,
+        whose parts of the weights `source` gives."""
+        self.joins = joins or Joins()
         self.args = args
         self.device = device
         self.num = make_numerics("quant")
@@ -143,7 +147,7 @@ class DeviceV41(DeepseekV41):
             slack=slack,
             device=self.device,
         )
-        self._step = DeviceStep(self.weights, pool.caches)
+        self._step = DeviceStep(self.weights, pool.caches, joins=self.joins)
         self._captured.clear()
         if isinstance(self.drafter, DraftModel):
             self.drafter.bind(pool)
@@ -248,12 +252,14 @@ class DraftModel:
 
     def __init__(self, model: DeviceV41) -> None:
         self.args, self.device, self.weights = model.args, model.weights.device, model.weights
+        self._joins = model.joins
         self._pool: DevicePool | None = None
         self._drafter: DeviceDrafter | None = None
 
     def bind(self, pool: DevicePool) -> None:
         """Work on the rings of this pool."""
-        self._pool, self._drafter = pool, DeviceDrafter(self.weights, pool.caches)
+        self._pool = pool
+        self._drafter = DeviceDrafter(self.weights, pool.caches, joins=self._joins)
 
     @property
     def pool(self) -> DevicePool:
