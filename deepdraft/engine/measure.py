@@ -18,7 +18,7 @@ ROWS = (1, 2, 3, 4, 5, 6, 8, 16)
 """Rows of a step of one sequence. Of several, each has 1, 3 and 6."""
 ROWS_EACH = (1, 3, 6)
 SEQUENCES = (1, 2, 4, 8, 16)
-CONTEXT = 128
+CONTEXT = 256
 
 Sample = tuple[int, float, float]
 """Rows or sequences, load, ms."""

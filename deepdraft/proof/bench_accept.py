@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +260,10 @@ def _rows(setting: Setting, answers: Sequence[Answer], bench: Bench) -> list[dic
                 "accepted_length": round(length, 4),
                 "drafts": sum(a.stats.drafts for a in own),
                 "verified": sum(a.stats.verified for a in own),
+                "steps_by_accepted": [
+                    sum(counts)
+                    for counts in zip_longest(*(a.stats.histogram for a in own), fillvalue=0)
+                ],
                 "ms_per_step": round(
                     sum(a.stats.average_iteration_ms * a.stats.steps for a in own) / steps, 3
                 ),

@@ -75,9 +75,21 @@ def drafted(
         "tokens_per_answer": tokens,
         "runs": runs,
         "costs": bench.costs.to_dict(),
+        "draft_of_verify": _draft_of_verify(bench),
         "domains": rows,
         "ms_per_step": {name: _parts(counts) for name, counts in parts.items()},
         "ms_per_drafted_step": _drafted_parts(parts["drafted"]),
+    }
+
+
+def _draft_of_verify(bench: Bench) -> dict[str, float]:
+    """What a block of drafts takes, as a part of the step that verifies all of it, by streams."""
+    costs = bench.costs
+    return {
+        str(q): round(
+            costs.draft.step_ms(q) / costs.verify.step_ms(q * (1 + bench.block_size), q), 3
+        )
+        for q in costs.draft.rows
     }
 
 

@@ -98,6 +98,10 @@ def test_the_report_adds_up(report: dict[str, Any]) -> None:
     for (temperature, rule, schedule, _), row in cells.items():
         assert 1.0 <= row["accepted_length"] <= 6.0
         assert row["verified"] <= row["drafts"] <= 5 * row["steps"]
+        by_accepted = row["steps_by_accepted"]
+        assert sum(by_accepted) == row["steps"]
+        accepted = sum(n * steps for n, steps in enumerate(by_accepted))
+        assert row["accepted_length"] == pytest.approx(1 + accepted / row["steps"], abs=1e-3)
         assert row["tokens"] <= row["steps"] * 6
         if schedule == "none":
             assert row["accepted_length"] == 1.0 and row["drafts"] == 0
@@ -162,6 +166,7 @@ def test_drafted_against_plain() -> None:
     assert all(r["speedup"] > 0 for r in result["domains"])
     assert result["ms_per_step"]["plain"]["verify"] > 0
     assert result["ms_per_drafted_step"]["draft"] > 0
+    assert all(0 < part < 1 for part in result["draft_of_verify"].values())
 
 
 def test_lossless_finds_a_planted_fault(monkeypatch: pytest.MonkeyPatch) -> None:
