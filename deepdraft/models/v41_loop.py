@@ -1,8 +1,9 @@
 """Decoding on the device: verify, accept, draft, the next step's rows, as one graph.
 
-Owns: what a step's end is made of, the sequences' settings at fixed addresses, the graph and the
-reports that the host reads a step late. The rule is `coupled`: a draft stands while it is the
-target's own pick under the same noise, so the text is that of plain decoding, token for token.
+Owns: what a step's end is made of, the sequences' settings at fixed addresses, the graph, the
+reports that the host reads a step late, the masks that it makes. The rule is `coupled`: a draft
+stands while it is the target's own pick under the same noise, so the text is that of plain
+decoding, token for token.
 Knows nothing of: requests, text, stop strings.
 
 Letters: Q sequences of a step, W rows of each, B = W - 1 drafts, R rows (Q W, padded), S slots.
@@ -26,7 +27,8 @@ from deepdraft.models.v41_step import DeviceStep, Output
 REPORTS = 64
 """Reports that the ring holds: how far replays may run ahead of the host, and more."""
 MAX_STOPS = 8
-RUNNING = 0
+RUNNING, STOPPED = 0, 1
+"""States of a slot (`ops.accept`): it emits, or it has ended with a stop id or by the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,10 @@ class DeviceSettings:
         self.limits.least[slot] = least
         self.limits.state[slot] = RUNNING
 
+    def end(self, slot: int) -> None:
+        """The sequence emits nothing more: from the next step that is launched on."""
+        self.limits.state[slot] = STOPPED
+
 
 class DeviceLoop:
     """One step of `sequences` sequences of `width` rows each, again and again."""
@@ -93,8 +99,10 @@ class DeviceLoop:
         width: int,
         drafter: DeviceDrafter | None,
         depth: int = REPORTS,
+        masked: bool = False,
     ) -> None:
-        """`drafter` None: plain decoding, one row of each sequence is used."""
+        """`drafter` None: plain decoding, one row of each sequence is used. `masked`: the host has
+        a say in every row's token; the step is then two graphs, with `set_mask` between them."""
         self.step, self.settings, self.drafter = step, settings, drafter
         self.sequences, self.width = sequences, width
         device = step.weights.device
@@ -108,6 +116,12 @@ class DeviceLoop:
             step=torch.zeros(1, dtype=torch.int64, device=device),
         )
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.bias: Tensor | None = None
+        if masked:
+            size = (len(self.inputs), step.args.vocab_size)
+            self.bias = torch.zeros(size, dtype=torch.float32, device=device)
+        self._out: Output | None = None
+        self._end: torch.cuda.CUDAGraph | None = None
         self._read = 0
 
     def set_slots(self, slots: Sequence[int]) -> None:
@@ -129,14 +143,16 @@ class DeviceLoop:
 
     def run(self) -> None:
         """The whole step, launch by launch."""
-        self.finish(self.step.run(self.inputs))
+        self._out = self.step.run(self.inputs)
+        self.finish(self._out)
 
     def finish(self, out: Output) -> None:
         """From logits to the next step's rows."""
         inputs, settings = self.inputs, self.settings
         picks = sample.pick_rows(
-            out.logits, inputs.positions, inputs.slots, settings.temperature, settings.seeds
-        )
+            out.logits, inputs.positions, inputs.slots, settings.temperature, settings.seeds,
+            bias=self.bias,
+        )  # fmt: skip
         args = self.step.args
         done = accept.accept(
             picks, inputs.ids, inputs.positions, inputs.slots, settings.limits, self.reports,
@@ -170,16 +186,50 @@ class DeviceLoop:
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
-            self.run()
+            if self.bias is None:
+                self.run()
+            else:
+                self._out = self.step.run(self.inputs)
+        if self.bias is not None:
+            assert self._out is not None
+            self._end = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._end, pool=self.graph.pool()):
+                self.finish(self._out)
         # The captured run did nothing, the one before wrote a report of nothing.
         self._read = int(self.reports.step)
 
     def launch(self) -> None:
         """Start the next step; does not wait for it."""
+        self.launch_layers()
+        if self.bias is not None:
+            self.launch_end()
+
+    def launch_layers(self) -> None:
+        """Start the next step, of a masked loop its layers only: the drafts it verifies are known
+        since the last step, so the host makes the masks meanwhile."""
         if self.graph is not None:
             self.graph.replay()
-        else:
+        elif self.bias is None:
             self.run()
+        else:
+            self._out = self.step.run(self.inputs)
+
+    def launch_end(self) -> None:
+        """A masked loop: choose, accept and draft, under the masks set so far."""
+        if self._end is not None:
+            self._end.replay()
+        else:
+            assert self._out is not None, "launch_layers comes first"
+            self.finish(self._out)
+
+    def set_mask(self, row: int, allowed: Tensor | None) -> None:
+        """Which tokens may stand behind a row of the step: bool [V] on the host, None: all."""
+        assert self.bias is not None, "this loop was made without masks"
+        if allowed is None:
+            self.bias[row] = 0.0
+            return
+        values = torch.where(allowed, 0.0, -torch.inf)
+        self.bias[row].copy_(values.pin_memory() if self.bias.is_cuda else values)
 
     # ---- the host's part -------------------------------------------------------------------
 
