@@ -21,7 +21,7 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from redis.asyncio import Redis
 
 logger = logging.getLogger(__name__)
+MOST_LOOKUPS = 512
+"""Of one call."""
 STALE = "STALE ownership changed, expired or directory restarted"
 ClaimResult = Literal["ok", "stale", "unknown", "unavailable"]
 _SESSION_ID = re.compile(r"[!-~]{1,256}")
@@ -191,10 +193,26 @@ end
 local seq = r[2] or '0'
 """
 _SCRIPTS = {
-    "lookup": _EPOCH
-    + """
-if r[1] then redis.call('PEXPIRE', KEYS[2], ARGV[2]) end
-return {epoch, seq, r[3] or '', r[4] or ''}
+    # Many records in one call; one line a record, as a client takes long over many small replies.
+    "lookup": """
+local meta = redis.call('HMGET', KEYS[1], 'epoch', 'gen')
+local epoch = meta[1]
+if not epoch or not meta[2] then
+  epoch = ARGV[1]
+  redis.call('DEL', KEYS[1])
+  redis.call('HSET', KEYS[1], 'epoch', epoch, 'gen', '0')
+end
+local out = {epoch}
+for i = 2, #KEYS do
+  local r = redis.call('HMGET', KEYS[i], 'epoch', 'seq', 'owner', 'fp')
+  if r[1] and r[1] ~= epoch then
+    redis.call('DEL', KEYS[i])
+    r = {false}
+  end
+  if r[1] then redis.call('PEXPIRE', KEYS[i], ARGV[2]) end
+  out[i] = r[1] and ((r[2] or '0') .. ' ' .. (r[3] or '') .. ' ' .. (r[4] or '')) or '0  '
+end
+return table.concat(out, '\\n')
 """,
     "claim": _EPOCH
     + f"""
@@ -264,6 +282,8 @@ class RedisDirectory:
     counters: Counter[str] = field(default_factory=Counter)
     breaker: Breaker = field(init=False)
     _scripts: dict[str, Any] = field(init=False)
+    _waiting: list[tuple[str, asyncio.Future[Record | None]]] = field(default_factory=list)
+    _looking: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.namespace):
@@ -314,20 +334,22 @@ class RedisDirectory:
         """Where claims are announced."""
         return f"{{{self.namespace}}}:own"
 
-    async def _call(self, name: str, key: str, *args: str) -> Any:
-        """One script. Raises _Unavailable, or StaleClaim for a refused claim."""
+    async def _call(self, name: str, keys: Sequence[str], *args: str) -> Any:
+        """One script over these conversations. Raises _Unavailable, and _Stale for a claim that was
+        refused."""
         from redis.exceptions import ConnectionError as RedisConnectionError
         from redis.exceptions import RedisError, ResponseError
 
         if not self.breaker.allows():
             self.counters["breaker_open"] += 1
             raise _Unavailable(sent=False)
-        keys = [f"{{{self.namespace}}}:meta", f"{{{self.namespace}}}:s:{key}"]
+        space = f"{{{self.namespace}}}"
+        names = [f"{space}:meta", *(f"{space}:s:{key}" for key in keys)]
         argv = [str(uuid.uuid4()), str(int(self.settings.record_s * 1000)), *args]
         tries = 1 if name in ("claim", "release") else 2
         while True:
             tries -= 1
-            call: Awaitable[Any] = self._scripts[name](keys=keys, args=argv)
+            call: Awaitable[Any] = self._scripts[name](keys=names, args=argv)
             try:
                 # The pool, the connection and the reply may each take a time-out; all together
                 # must not take more than two.
@@ -352,19 +374,38 @@ class RedisDirectory:
             return answer
 
     async def lookup(self, key: str) -> Record | None:
-        """See `Directory`."""
+        """See `Directory`. Those that come while one is under way go together in the next call."""
+        future: asyncio.Future[Record | None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((key, future))
+        if self._looking is None:
+            self._looking = asyncio.create_task(self._look())
+        return await future
+
+    async def _look(self) -> None:
         try:
-            epoch, sequence, owner, fp = await self._call("lookup", key)
-            return Record(epoch, int(sequence), owner, fp)
-        except (_Unavailable, ValueError, TypeError):
-            return None
+            await asyncio.sleep(0)  # whoever runs in this round of the loop comes along
+            while self._waiting:
+                batch, self._waiting = self._waiting[:MOST_LOOKUPS], self._waiting[MOST_LOOKUPS:]
+                found: Sequence[Record | None] = [None] * len(batch)
+                try:
+                    text = await self._call("lookup", [key for key, _ in batch])
+                    found = _records(text, len(batch))
+                except (_Unavailable, ValueError, TypeError, AttributeError):
+                    pass
+                except Exception:
+                    logger.exception("the KV directory's lookup failed")
+                for (_, future), record in zip(batch, found, strict=True):
+                    if not future.done():  # cancelled meanwhile
+                        future.set_result(record)
+        finally:
+            self._looking = None
 
     async def claim(self, key: str, seen: Record, owner: str, fingerprint: str) -> Claim:
         """See `Directory`. A lost reply is resolved by a lookup: am I the owner?"""
         try:
             new = await self._call(
                 "claim",
-                key,
+                [key],
                 seen.epoch,
                 str(seen.sequence),
                 owner,
@@ -392,14 +433,16 @@ class RedisDirectory:
     async def check(self, key: str, mine: Record) -> bool | None:
         """See `Directory`."""
         try:
-            return bool(await self._call("check", key, mine.epoch, str(mine.sequence), mine.owner))
+            return bool(
+                await self._call("check", [key], mine.epoch, str(mine.sequence), mine.owner)
+            )
         except _Unavailable:
             return None
 
     async def release(self, key: str, mine: Record) -> None:
         """See `Directory`."""
         try:
-            await self._call("release", key, mine.epoch, str(mine.sequence), mine.owner)
+            await self._call("release", [key], mine.epoch, str(mine.sequence), mine.owner)
         except _Unavailable:
             logger.info("a conversation was not given up: no KV directory")
 
@@ -432,6 +475,17 @@ class _Unavailable(Exception):
 
 class _Stale(Exception):
     pass
+
+
+def _records(text: str, count: int) -> list[Record]:
+    epoch, *lines = text.split("\n")
+    if len(lines) != count:
+        raise ValueError(f"{len(lines)} records for {count} keys")
+    out = []
+    for line in lines:
+        sequence, owner, fp = line.split(" ")
+        out.append(Record(epoch, int(sequence), owner, fp))
+    return out
 
 
 def _moved(data: str | None) -> Moved | None:

@@ -7,6 +7,7 @@ import asyncio
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ import pytest
 
 from deepdraft.errors import ConfigError, RequestError
 from deepdraft.kv.directory import (
+    MOST_LOOKUPS,
     Breaker,
     Claim,
     Directory,
@@ -55,11 +57,20 @@ class RealRedis:
             cwd=self.directory,
             stdout=subprocess.DEVNULL,
         )
-        deadline = time.monotonic() + 10
-        while not self.socket.exists():
+        deadline = time.monotonic() + 30
+        while not self._answers():
             assert time.monotonic() < deadline and self.process.poll() is None
             time.sleep(0.01)
         return self
+
+    def _answers(self) -> bool:
+        """The socket's file is there before anybody listens on it."""
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(str(self.socket))
+            except OSError:
+                return False
+        return True
 
     def send(self, what: signal.Signals) -> None:
         assert self.process is not None
@@ -239,6 +250,54 @@ def test_a_lost_epoch_makes_old_claims_stale(command: tuple[str, ...], server: R
         assert await d.check(KEY, old) is False
         fresh = await seen(d)
         assert fresh.epoch != old.epoch and fresh.sequence == 0
+
+    server.start()
+    with_redis(server, use)
+
+
+@needs_redis
+def test_a_restart_from_an_old_copy_is_healed_by_a_new_epoch(server: RealRedis) -> None:
+    """An old copy brings old sequences back, so an old claim can pass: the reason to keep nothing
+    on disk. Rotating the epoch (the operator's step after a failover) makes all of them stale."""
+
+    async def use(d: RedisDirectory) -> None:
+        await d.claim(KEY, await seen(d), "A", "fp")
+        old = await seen(d)
+        server.cli("SAVE")
+        await d.claim(KEY, old, "B", "fp")
+        newer = await seen(d)
+        server.stop()
+        server.start("--dbfilename", "dump.rdb")
+        assert (await seen(d)) == old  # B's claim is forgotten
+        assert (await d.claim(KEY, newer, "B", "fp")).result == "stale"
+        server.cli("DEL", "{t}:meta")
+        fresh = await seen(d)
+        assert fresh.epoch != old.epoch and fresh.sequence == 0
+        for record in (old, newer):
+            assert (await d.claim(KEY, record, "B", "fp")).result == "stale"
+
+    server.start()
+    with_redis(server, use)
+
+
+@needs_redis
+def test_lookups_of_one_moment_go_together(server: RealRedis) -> None:
+    async def use(d: RedisDirectory) -> None:
+        keys = [f"{i:064x}" for i in range(MOST_LOOKUPS + 40)]
+        for i in range(0, len(keys), 7):
+            await d.claim(keys[i], await seen(d, keys[i]), f"s{i}", f"fp{i}")
+        before = int(server.cli("INFO", "commandstats").get("cmdstat_evalsha", {}).get("calls", 0))
+        gone = asyncio.ensure_future(d.lookup(keys[0]))
+        records = asyncio.gather(*(d.lookup(key) for key in keys))
+        await asyncio.sleep(0)
+        gone.cancel()  # one that does not wait any more changes nothing for the others
+        for i, record in enumerate(await records):
+            assert record is not None
+            owner, fp = (f"s{i}", f"fp{i}") if i % 7 == 0 else ("", "")
+            assert (record.owner, record.fingerprint) == (owner, fp)
+            assert (record.sequence > 0) == (i % 7 == 0)
+        after = int(server.cli("INFO", "commandstats")["cmdstat_evalsha"]["calls"])
+        assert after - before <= 3
 
     server.start()
     with_redis(server, use)

@@ -1,0 +1,45 @@
+"""A short run of real processes under faults; bench/kv_fleet.py makes long ones."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.kv.fleet_run import REDIS, FleetRun, can_make_networks
+
+pytestmark = pytest.mark.skipif(REDIS is None, reason="no redis-server in PATH")
+
+
+def go(directory: Path, *, turns: int, faults: list[str], **options: object) -> dict[str, object]:
+    pytest.importorskip("cryptography")
+    run = FleetRun(directory, servers=2, **options)  # type: ignore[arg-type]
+    try:
+        done = run.run(turns=turns, conversations=4, every=3, faults=faults)
+    finally:
+        run.close()
+    assert done["turns"] == turns
+    assert done["different"] == 0 and done["client_errors"] == 0
+    books = done["servers"]
+    assert isinstance(books, dict)
+    for name in ("leaked_bytes", "reserved", "quarantined", "pins"):
+        assert books[name] == 0, books
+    for fault in faults:
+        assert done[f"fault_{fault}"]
+    return done
+
+
+def test_two_processes_that_are_killed_and_lose_their_directory(tmp_path: Path) -> None:
+    done = go(tmp_path, turns=9, faults=["redis_lost", "kill"], first_port=23000)
+    assert done.get("from_peer") or done.get("from_host")
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not can_make_networks(), reason="needs root and network namespaces")
+def test_partitions_and_stalls(tmp_path: Path) -> None:
+    faults = ["partition", "stall", "redis_stall", "redis_old"]
+    go(tmp_path, turns=40, faults=faults, namespaces=True, first_port=24000)
+
+
+@pytest.mark.full
+def test_approximate_state_between_processes(tmp_path: Path) -> None:
+    """Numerics quant, prefill encoder: exact starts only, so every answer is a cold run's."""
+    go(tmp_path, turns=30, faults=["kill"], numerics="quant", prefill="encoder", first_port=25000)
