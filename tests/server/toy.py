@@ -1,5 +1,6 @@
 """A byte-level toy tokenizer with the chat tokens, and a served fake model on top of it."""
 
+import functools
 import json
 import threading
 from collections.abc import Callable, Sequence
@@ -112,8 +113,9 @@ class Toy:
     def say(self, answer: str | Callable[[str], str]) -> None:
         """Answers every prompt with this text, or with what it makes of the prompt's text."""
 
-        def script(prompt: Sequence[int]) -> list[int]:
-            text = self.tokenizer.decode(tuple(prompt))
+        @functools.lru_cache(maxsize=64)  # the runner asks anew for every token
+        def made(prompt: tuple[int, ...]) -> list[int]:
+            text = self.tokenizer.decode(prompt)
             return reply(self.tokenizer, answer(text) if callable(answer) else answer)
 
-        self.runner.script = script
+        self.runner.script = lambda prompt: made(tuple(prompt))
