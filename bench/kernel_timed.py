@@ -7,7 +7,7 @@ Weights exist in several copies, so that each launch of a timed graph reads fres
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -258,7 +258,9 @@ def expert_timed(
         )
 
 
-def attention_timed(o: Operands, rows: int, heads: int) -> Timed:
+def attention_timed(
+    o: Operands, rows: int, heads: int, plan: attention.AttentionPlan = attention.PLAN
+) -> Timed:
     s = o.sizes
     c = s.head_dim
     entries = 4 * s.topk
@@ -274,7 +276,7 @@ def attention_timed(o: Operands, rows: int, heads: int) -> Timed:
         rows * (s.window * window.shape[1] + s.topk * main.shape[1]),
         lambda i: attention.sparse_attention(
             q, cos, sin, window.contiguous(), window_rows, sink,
-            scale=c**-0.5, main=main.contiguous(), main_rows=main_rows,
+            scale=c**-0.5, main=main.contiguous(), main_rows=main_rows, plan=plan,
         ),
     )  # fmt: skip
 
@@ -410,8 +412,13 @@ def timed_groups(o: Operands, plans: dict[str, layout.Plan]) -> Iterator[tuple[s
         if all(both) or not plans:
             yield from expert_timed(o, width, EXPERT_LOADS, *both)
 
-    def attention(rows: int, heads: int) -> Iterator[Timed]:
+    def attend(rows: int, heads: int) -> Iterator[Timed]:
         yield attention_timed(o, rows, heads)
+
+    def attention_plans() -> Iterator[Timed]:
+        for plan in ATTENTION_PLANS:
+            case = attention_timed(o, 6, s.heads, plan)
+            yield replace(case, name=f"{case.name} {plan}")
 
     for part in s.slices:
         yield f"weights experts 1/{part}", partial(experts, s.width // part)
@@ -577,20 +584,18 @@ def index_rows(o: Operands, b: Batch) -> Callable[[Sequence[int]], tuple[Tensor,
 # ---- tuning --------------------------------------------------------------------------------
 
 
-WAYS = ((4, 4), (8, 8), (8, 4), (4, 2))
+WAYS = ((4, 4), (4, 2), (8, 4), (2, 1), (2, 2))
 """Groups of a step and warps that share them."""
 
 
 def dense_variants(rows: int, cols: int, blocks: int, kind: str) -> Iterator[layout.Plan]:
     """Plans worth timing for one dense shape."""
     for tile in (b for b in (32, 64) if rows // blocks % b == 0):
-        for step, warps in WAYS[: 4 if tile == 32 else 1]:
+        for step, warps in WAYS[:4]:
             steps = -(-cols // 32 // step)
-            wanted = {1, 2, 4, 8, -(-528 // (rows // tile)), -(-1056 // (rows // tile))}
+            wanted = {-(-n // (rows // tile)) for n in (132, 528, 792, 1056)}
             for split in sorted({-(-steps // -(-steps // w)) for w in wanted if w <= steps}):
-                if not 130 <= rows // tile * split <= 2200:
-                    continue
-                for stages in (3, 5) if tile == 32 else (4,):
+                for stages in (3, 4):
                     yield layout.Plan(tile, step, split, warps, stages)
 
 
@@ -598,11 +603,18 @@ def expert_variants(rows: int, cols: int, up: bool) -> Iterator[layout.Plan]:
     for tile in (b for b in (32, 64) if rows // 2 % b == 0):
         for step, warps in WAYS:
             steps = -(-cols // 32 // step)
-            for split in (1, 2, 4) if up and rows <= 2400 else (1,):
-                if split > steps // 2 > 0:
+            for split in (1, 2, 4):
+                if split > 1 and steps // split < 4:
                     continue
-                for stages in (3, 5):
+                for stages in (3, 4):
                     yield layout.Plan(tile, step, split, warps, stages)
+
+
+ATTENTION_PLANS = tuple(
+    attention.AttentionPlan(*p)
+    for p in ((16, 64, 4, 3), (16, 64, 4, 2), (32, 64, 4, 3), (16, 128, 4, 2), (64, 64, 4, 3),
+              (16, 64, 2, 3), (32, 64, 8, 3))
+)  # fmt: skip
 
 
 def tune_cases(o: Operands) -> Iterator[tuple[str, layout.Plan, Callable[[], Timed]]]:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 GROUP = 32
-_PROGRAMS = 1056
-"""Programs to aim at: eight for each of an H200's 132 multiprocessors."""
-_MIN_STEPS = 2
-"""A split leaves a program this many steps, or its start and end cost more than the split gains."""
+_PROGRAMS = 792
+"""Programs to aim at: six for each of an H200's 132 multiprocessors."""
+_DISTINCT = 22
+"""Distinct experts of a step, for the plans of their matrices (kernels.md 1.1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +36,26 @@ class Plan:
 
 
 def dense_plan(rows: int, cols: int, blocks: int = 1) -> Plan:
-    """Plan of a matrix [rows, cols], both multiples of 32, as measured (docs/kernels.md).
-    `blocks`: of a block-diagonal map, whose tiles must not cross a block."""
-    steps = -(-cols // GROUP // 4)
-    return Plan(32, 4, _split(rows // 32, steps), warps=4, stages=4)
+    """Plan of a matrix [rows, cols], both multiples of 32. `blocks`: of a block-diagonal map, whose
+    tiles must not cross a block."""
+    tile = 64 if rows // blocks % 64 == 0 and rows >= 16384 else 32
+    split = _split(-(-_PROGRAMS // (rows // tile)), -(-cols // GROUP // 4), least=2)
+    return Plan(tile, 4, split, warps=4, stages=3)
 
 
 def expert_plan(rows: int, cols: int) -> Plan:
     """Plan of a routed expert's matrix. Two rows share a byte, so a tile is `tile` bytes high and
     covers 2 * tile rows."""
-    tile = 32 if rows // 2 % 32 == 0 else 16
-    return Plan(tile, 4, 1, warps=4, stages=4)
+    tile = next(b for b in (64, 32, 16) if rows // 2 % b == 0)
+    programs = _DISTINCT * rows // (2 * tile)
+    split = _split(-(-_PROGRAMS // programs), -(-cols // GROUP // 4), least=8)
+    return Plan(tile, 4, split, warps=4, stages=3)
 
 
-def _split(tiles: int, steps: int) -> int:
-    wanted = max(1, min(-(-_PROGRAMS // tiles), steps // _MIN_STEPS))
-    return -(-steps // -(-steps // wanted))  # no part is empty
+def _split(wanted: int, steps: int, least: int) -> int:
+    """About `wanted` parts of at least `least` steps, none of them empty."""
+    parts = max(1, min(wanted, steps // least))
+    return -(-steps // -(-steps // parts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from deepdraft.kernels.layout import GROUP
 from deepdraft.kernels.rounding import round_bf16, to_bf16_rne
 from deepdraft.kernels.runtime import ROW_TILE, check, launch, next_power, wait_for_inputs
 
-_CHUNK = 128
-"""Columns of the mix matrix that one program sums."""
+_CHUNK, _BLOCK = 256, 128
+"""Columns of the mix matrix that one program sums, and that it reads at a time."""
 
 
 # ---- kernels -------------------------------------------------------------------------------
@@ -41,7 +41,8 @@ def mix_sums_kernel(
         x = tl.load(x_ptr + at, mask=inside[:, None], other=0.0).to(tl.float32)
         wanted = (m < M)[:, None] & inside[None, :]
         fn = tl.load(fn_ptr + m[:, None] * WIDTH + k[None, :], mask=wanted, other=0.0)
-        acc = tl.dot(fn, x, acc, input_precision="ieee")
+        # In three parts of 11 bits each: x has 8, so nothing but the last bits of fn is lost.
+        acc = tl.dot(fn, x, acc, input_precision="tf32x3")
         square += tl.sum(x * x, axis=0)
     at = (chunk * R + rows)[None, :] * M + m[:, None]
     tl.store(part_ptr + at, acc, mask=(m < M)[:, None])
@@ -205,7 +206,7 @@ def mix_coefficients(
     coef = torch.empty(rows, m, dtype=torch.float32, device=device)
     launch(
         mix_sums_kernel, (chunks, rows // ROW_TILE), x, fn, part, square, width, rows, m,
-        MP=next_power(m, 16), CHUNK=_CHUNK, BK=_CHUNK, T=ROW_TILE,
+        MP=next_power(m, 16), CHUNK=_CHUNK, BK=_BLOCK, T=ROW_TILE,
     )  # fmt: skip
     launch(
         mix_finish_kernel, (rows,), part, square, base, scale, coef,
