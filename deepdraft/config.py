@@ -155,9 +155,8 @@ class EngineConfig:
         rule = "on a GPU (the kernels compute nothing else)"
         _require(self.numerics == "quant", "engine.numerics", self.numerics, f'"quant" {rule}')
         _require(self.prefill == "full", "engine.prefill", self.prefill, f'"full" {rule}')
-        _require(
-            self.tp == 1, "engine.tp", self.tp, "1 on a GPU (serving over several is not there)"
-        )
+        ok = self.tp == 1 or self.load == "checkpoint"
+        _require(ok, "engine.load", self.load, '"checkpoint" with tp above 1')
 
     def _check_cache(self) -> None:
         for name in ("kv_memory", "kv_spill_bytes", "state_memory"):

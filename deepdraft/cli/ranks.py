@@ -5,20 +5,28 @@ Knows nothing of: how ranks are watched (`parallel.launch`) and follow each othe
 """
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from deepdraft.arch import V41Args
+from deepdraft.checkpoint import totals
 from deepdraft.checkpoint.config import load_args, read_config
-from deepdraft.config import Config
+from deepdraft.checkpoint.names import SKIP_RULES, tensor_table
+from deepdraft.config import Config, memory_of_machine
 from deepdraft.errors import ConfigError
+from deepdraft.parallel.devices import Need, check_machine, read_machine, torch_cuda
 from deepdraft.parallel.launch import Limits, run_ranks
-from deepdraft.parallel.plan import check_size
+from deepdraft.parallel.plan import V41_CUTS, check_size, sizes_that_divide, stem
 from deepdraft.parallel.rank import Rank, run_rank, this_rank
 
-_CPU_STEP_S = 300.0
+CPU_LIMITS = Limits(step_s=300.0)
 """A step of the torch reference may be slow."""
+GPU_LIMITS = Limits(step_s=8.0, warm_s=180.0)
+WORK_BYTES = 4 << 30
+"""Of each GPU: captured steps, what a step makes, mailboxes, the libraries' own."""
 
 
 def serve_on_ranks(path: Path, name: str, config: Config, arguments: Sequence[str]) -> None:
@@ -32,7 +40,8 @@ def serve_on_ranks(path: Path, name: str, config: Config, arguments: Sequence[st
     if me is None:
         check(path, config)
         command = [sys.executable, "-m", "deepdraft.cli.main", *arguments]
-        run_ranks(command, config.engine.tp, limits=Limits(step_s=_CPU_STEP_S))
+        limits = GPU_LIMITS if config.engine.device == "cuda" else CPU_LIMITS
+        run_ranks(command, config.engine.tp, limits=limits)
         return
 
     def work(me: Rank) -> None:
@@ -65,7 +74,35 @@ def check(path: Path, config: Config) -> None:
             f"tensor parallelism (--tp {size}) covers DeepSeek-V4.1, this is {family!r}; "
             "run it with --tp 1"
         )
-    check_size(load_args(file, accept_unknown=config.engine.accept_keys), size)
+    args = load_args(file, accept_unknown=config.engine.accept_keys)
+    check_size(args, size)
+    if config.engine.device == "cuda":
+        check_machine(
+            read_machine(),
+            torch_cuda(),
+            size,
+            functools.partial(needs, args, config),
+            sizes_that_divide(args),
+            memory_of_machine(),
+        )
+
+
+def needs(args: V41Args, config: Config, ranks: int) -> Need:
+    """Memory of one of so many ranks: its weights, the state of every sequence, work space. Engram
+    tables lie in host memory."""
+    whole = split = tables = 0
+    for entry in tensor_table(args).values():
+        if entry.module in SKIP_RULES or (entry.module == "drafter" and config.engine.drafts == 0):
+            continue
+        if entry.group == "Engram tables":
+            tables += entry.num_bytes
+        elif stem(entry.name) in V41_CUTS:
+            split += entry.num_bytes
+        else:
+            whole += entry.num_bytes
+    tokens = config.engine.max_context or args.max_position_embeddings
+    state = int(totals.kv_bytes_per_token(args) * tokens) + totals.constant_state_bytes(args)
+    return Need(whole + -(-split // ranks) + state + WORK_BYTES, tables)
 
 
 def _serve(path: Path, name: str, config: Config, me: Rank) -> None:

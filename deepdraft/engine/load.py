@@ -106,7 +106,7 @@ def load_runner(
 
     from deepdraft.checkpoint.presharded import is_presharded, open_rank
     from deepdraft.checkpoint.reader import Checkpoint
-    from deepdraft.engine.ranks import LeadRunner, share_of
+    from deepdraft.engine.ranks import open_rank_runner
     from deepdraft.engine.runner import Runner
 
     torch.set_num_threads(options.threads or _default_threads(path, torch.get_num_threads()))
@@ -116,41 +116,35 @@ def load_runner(
     else:
         checkpoint = Checkpoint.open(path, accept_unknown=options.accept_keys)
     tokenizer = Tokenizer.load(path)
-    if options.device == "cuda":
-        return _gpu_runner(checkpoint, tokenizer, options), checkpoint.args, tokenizer
-    share = {} if rank is None else share_of(rank, checkpoint)
-    kind = LeadRunner if rank is not None and not number else Runner
-    runner = kind.from_checkpoint(
-        checkpoint,
-        tokenizer,
-        numerics=options.numerics,
-        prefill=options.prefill,
-        max_context=options.max_context,
-        num_sequences=options.max_running,
-        drafter=options.drafts != 0,
-        num_drafts=options.drafts,
-        state_bytes=_state_bytes(options),
-        **share,
-    )
-    if isinstance(runner, LeadRunner):
-        assert rank is not None
-        runner.lead(rank)
+    more = {
+        "max_context": options.max_context,
+        "num_sequences": options.max_running,
+        "drafter": options.drafts != 0,
+        "num_drafts": options.drafts,
+        "state_bytes": _state_bytes(options),
+    }
+    if rank is not None:
+        runner = open_rank_runner(rank, checkpoint, tokenizer, options, **more)
+    elif options.device == "cuda":
+        runner = _gpu_runner(checkpoint, tokenizer, options, more)
+    else:
+        runner = Runner.from_checkpoint(
+            checkpoint, tokenizer, numerics=options.numerics, prefill=options.prefill, **more
+        )
     return runner, checkpoint.args, tokenizer
 
 
-def _gpu_runner(checkpoint: Any, tokenizer: Tokenizer, options: EngineConfig) -> "Runner":
+def _gpu_runner(
+    checkpoint: Any, tokenizer: Tokenizer, options: EngineConfig, more: dict[str, Any]
+) -> "Runner":
     from deepdraft.engine.gpu_runner import GpuRunner
 
     return GpuRunner.from_checkpoint(
         checkpoint,
         tokenizer,
-        max_context=options.max_context,
-        num_sequences=options.max_running,
-        drafter=options.drafts != 0,
-        num_drafts=options.drafts,
         dummy=options.load == "dummy",
         expert_pool=options.expert_pool,
-        state_bytes=_state_bytes(options),
+        **more,
     )
 
 

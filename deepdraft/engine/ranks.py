@@ -10,6 +10,7 @@ are no longer at the same place, and the process ends.
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 import weakref
@@ -17,7 +18,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-import msgspec
 from torch import Tensor
 
 from deepdraft.arch import V41Args
@@ -31,6 +31,7 @@ from deepdraft.parallel.group import ProcessGroup
 from deepdraft.parallel.plan import check_size
 from deepdraft.parallel.rank import PeerLost, Rank
 from deepdraft.parallel.shards import Shards
+from deepdraft.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 _LENGTH = struct.Struct("<I")
@@ -47,7 +48,7 @@ class Parked:
 class LeadDraft(Draft):
     """A draft whose refinement every rank takes part in."""
 
-    def __init__(self, runner: LeadRunner, draft: Draft, number: int) -> None:
+    def __init__(self, runner: Leading, draft: Draft, number: int) -> None:
         super().__init__(draft._drafter, draft.start)
         self._runner, self.number = runner, number
 
@@ -57,12 +58,13 @@ class LeadDraft(Draft):
         return logits_QV[0], raw[0]
 
 
-class LeadRunner(Runner):
-    """Rank 0's runner. `lead` comes before the first call."""
+class Leading(Runner):
+    """Rank 0's side of any runner. `lead` comes before the first call."""
 
-    def lead(self, me: Rank) -> None:
-        """From now on the other ranks follow."""
-        self._me = me
+    def lead(self, me: Rank, check: Callable[[], None] = lambda: None) -> None:
+        """From now on the other ranks follow. `check` raises where an exchange of the last call
+        failed on the device."""
+        self._me, self._check = me, check
         self._numbers: dict[SequenceState, int] = {}
         self._next = 0
         self._dropped: list[int] = []
@@ -78,7 +80,7 @@ class LeadRunner(Runner):
         dropped = []
         while self._dropped:
             dropped.append(self._dropped.pop())
-        raw = msgspec.msgpack.encode((name, arguments, dropped))
+        raw = json.dumps((name, arguments, dropped), separators=(",", ":")).encode()
         frame = _LENGTH.pack(len(raw)) + raw
         try:
             for fd in self._me.commands:
@@ -86,7 +88,9 @@ class LeadRunner(Runner):
                 while view:
                     view = view[os.write(fd, view) :]
             with self._me.pulse.step():
-                return work()
+                made = work()
+                self._check()
+            return made
         except StateError:
             self._me.pulse.set_state("idle")
             raise
@@ -182,8 +186,8 @@ class LeadRunner(Runner):
 class Follower:
     """Another rank's side: its runner, and what the numbers stand for."""
 
-    def __init__(self, me: Rank, runner: Runner) -> None:
-        self._me, self._runner = me, runner
+    def __init__(self, me: Rank, runner: Runner, check: Callable[[], None] = lambda: None) -> None:
+        self._me, self._runner, self._check = me, runner, check
         self._things: dict[int, Any] = {}
 
     def run(self) -> None:
@@ -198,7 +202,7 @@ class Follower:
                 raw = pipe.read(length)
                 if len(raw) < length or length > _MAX_COMMAND:
                     raise PeerLost("rank 0 ended in the middle of a command")
-                name, arguments, dropped = msgspec.msgpack.decode(raw)
+                name, arguments, dropped = json.loads(raw)
                 for number in dropped:
                     self._things.pop(number, None)
                 self._follow(name, arguments)
@@ -207,6 +211,7 @@ class Follower:
         try:
             with self._me.pulse.step():
                 getattr(self, f"_{name}")(*arguments)
+                self._check()
         except StateError:
             self._me.pulse.set_state("idle")  # rank 0 was refused alike
 
@@ -240,15 +245,41 @@ class Follower:
         self._runner.refine([self._things[number] for number in numbers], i, previous)
 
 
-def share_of(me: Rank, checkpoint: Checkpoint) -> dict[str, Any]:
-    """What `Runner.from_checkpoint` takes beside a checkpoint, which is published or this rank's
-    part. Waits for the other ranks. Raises ConfigError."""
+class LeadRunner(Leading):
+    """Rank 0's runner of the torch model."""
+
+
+def open_rank_runner(
+    me: Rank, checkpoint: Checkpoint, tokenizer: Tokenizer, options: EngineConfig, **more: Any
+) -> Runner:
+    """This rank's runner; rank 0's leads. The checkpoint is published or this rank's part; `more`:
+    of `Runner.from_checkpoint`. Waits for the other ranks. Raises ConfigError."""
     check_splits(checkpoint.args, me.size)
-    plan = shard_plan(checkpoint.args, me.size)
     me.pulse.set_state("loading")
-    shards = Shards(plan, ProcessGroup(me.rank, me.size, me.store, pulse=me.pulse))
-    whole = not is_presharded(checkpoint.path)
-    return {"shards": shards, "source": shards.source(checkpoint) if whole else checkpoint}
+    if options.device == "cuda":
+        from deepdraft.engine.gpu_ranks import open_gpu_rank
+
+        return open_gpu_rank(me, checkpoint, tokenizer, **more)
+    group = ProcessGroup(me.rank, me.size, me.store, pulse=me.pulse)
+    shards = Shards(shard_plan(checkpoint.args, me.size), group)
+    kind = Runner if me.rank else LeadRunner
+    runner = kind.from_checkpoint(
+        checkpoint,
+        tokenizer,
+        numerics=options.numerics,
+        prefill=options.prefill,
+        shards=shards,
+        source=part_of(checkpoint, shards),
+        **more,
+    )
+    if isinstance(runner, Leading):
+        runner.lead(me)
+    return runner
+
+
+def part_of(checkpoint: Checkpoint, shards: Shards) -> Any:
+    """A source of this rank's parts: a converted checkpoint holds them, a published one is cut."""
+    return checkpoint if is_presharded(checkpoint.path) else shards.source(checkpoint)
 
 
 def check_splits(args: Any, size: int) -> None:
@@ -265,7 +296,7 @@ def follow(path: Path, options: EngineConfig, me: Rank) -> None:
     from deepdraft.engine.load import load_runner
 
     runner, *_ = load_runner(path, options, me)
-    Follower(me, runner).run()
+    Follower(me, runner, getattr(runner, "check_exchanges", lambda: None)).run()
 
 
 def end_by(me: Rank, error: BaseException) -> NoReturn:

@@ -36,6 +36,10 @@ class Limits:
     """The same while it starts or loads: a long native call may keep the beat from counting."""
     step_s: float = 8.0
     """In one step. CPU steps may be slow: give more there."""
+    warm_s: float = 0.0
+    """For so long after it has loaded, a rank may take `warm_step_s` for a step: kernels are
+    compiled then."""
+    warm_step_s: float = 120.0
     end_s: float = 5.0
     """Between the end of rank 0 and that of the others."""
     cause_s: float = 1.5
@@ -50,6 +54,8 @@ class _Watched:
     silent_s: float = 0.0
     step: int = -1
     step_s: float = 0.0
+    ready_s: float = 0.0
+    """Since it left loading."""
     health: Health = field(init=False)
 
     def look(self, pages: mmap.mmap, elapsed_s: float) -> None:
@@ -61,13 +67,16 @@ class _Watched:
         same = health.state == "step" and health.steps == self.step
         self.step_s = self.step_s + elapsed_s if same else 0.0
         self.step = health.steps
+        if health.state not in ("starting", "loading"):
+            self.ready_s += elapsed_s
 
     def hangs(self, limits: Limits) -> bool:
         if self.health.state == "ended":
             return False
         early = self.health.state in ("starting", "loading")
         beat_s = limits.loading_beat_s if early else limits.beat_s
-        return self.silent_s > beat_s or self.step_s > limits.step_s
+        step_s = limits.warm_step_s if self.ready_s < limits.warm_s else limits.step_s
+        return self.silent_s > beat_s or self.step_s > step_s
 
 
 def run_ranks(

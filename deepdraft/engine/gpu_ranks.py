@@ -1,0 +1,97 @@
+"""A rank of several on GPUs: its process group, its exchange, its part of the weights.
+
+Owns: what `engine.ranks` needs of a GPU. Knows nothing of: commands between ranks, requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from deepdraft.checkpoint.device_source import DeviceSource
+from deepdraft.checkpoint.presharded import is_presharded, shard_plan
+from deepdraft.checkpoint.reader import Checkpoint
+from deepdraft.engine.gpu_runner import GpuRunner
+from deepdraft.engine.ranks import Leading
+from deepdraft.engine.runner import Runner, checked_token_map
+from deepdraft.errors import ConfigError
+from deepdraft.kernels.one_shot import OneShot
+from deepdraft.models.v41_device import MOST_ROWS, DeviceV41
+from deepdraft.models.v41_joins import OwnTables, RankJoins
+from deepdraft.parallel.group import ProcessGroup, symmetric_mailbox
+from deepdraft.parallel.rank import Rank
+from deepdraft.parallel.shards import Shards
+from deepdraft.text.tokenizer import Tokenizer
+
+
+class GpuRankRunner(GpuRunner):
+    """One of several ranks."""
+
+    exchange: OneShot
+
+    def check_exchanges(self) -> None:
+        """Raises EngineError where an exchange since the last check failed on the device."""
+        self.exchange.check()
+
+
+class GpuLeadRunner(Leading, GpuRankRunner):
+    """Rank 0."""
+
+
+def open_gpu_rank(
+    me: Rank,
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer | None,
+    *,
+    token_map: list[int] | None = None,
+    drafter: bool = True,
+    **more: Any,
+) -> Runner:
+    """This rank's runner on the GPU of its number; rank 0's leads. `more`: of `Runner`.
+
+    Raises ConfigError where the GPUs cannot reach each other's memory.
+    """
+    args = checkpoint.args
+    torch.cuda.set_device(me.rank)
+    device = torch.device("cuda", me.rank)
+    group = ProcessGroup(me.rank, me.size, me.store, backend="nccl", pulse=me.pulse)
+    group.gather(torch.zeros(1, device=device))
+    shards = Shards(shard_plan(args, me.size), group)
+    try:
+        # The most values of one exchange: an Engram layer's rows of a prompt.
+        capacity = MOST_ROWS * (args.hc_mult + 1) * args.hidden_size
+        own, boxes = symmetric_mailbox(me.size, capacity)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"--tp {me.size}: the GPUs of this machine cannot reach each other's memory "
+            f"({str(error).partition(chr(10))[0][:200]}); see `nvidia-smi topo -p2p r`"
+        ) from error
+    exchange = OneShot(me.rank, boxes, own)
+    if token_map is None and args.engram_layer_ids:
+        if tokenizer is None:
+            raise ConfigError("a model with Engram layers needs its tokenizer.json")
+        token_map = checked_token_map(checkpoint, tokenizer)
+    with contextlib.ExitStack() as stack:
+        source: Any = shards.source(checkpoint)
+        if is_presharded(checkpoint.path):
+            source = stack.enter_context(DeviceSource(checkpoint, device))
+        joins = RankJoins(exchange, _own_tables(args, shards))
+        model = DeviceV41(args, source, token_map, device=device, drafter=drafter, joins=joins)
+    kind = GpuRankRunner if me.rank else GpuLeadRunner
+    runner = kind(model, **more)
+    runner.exchange = exchange
+    if isinstance(runner, GpuLeadRunner):
+        runner.lead(me, runner.check_exchanges)
+    return runner
+
+
+def _own_tables(args: Any, shards: Shards) -> list[OwnTables]:
+    plan, rank = shards.plan, shards.group.rank
+    assert plan is not None
+    own = []
+    for layer in args.engram_layer_ids:
+        start, stop = plan.bounds(f"layers.{layer}.engram.embed.weight", 0, rank)
+        own.append(OwnTables(slice(*plan.own_tables(rank)), start, stop - start))
+    return own
