@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 GROUP = 32
-_PROGRAMS = 792
-"""Programs to aim at: six for each of an H200's 132 multiprocessors."""
+_PROGRAMS = 512
+"""Programs to aim at, about four for each of an H200's 132 multiprocessors."""
 _DISTINCT = 22
 """Distinct experts of a step, for the plans of their matrices (kernels.md 1.1)."""
 
@@ -48,7 +48,7 @@ def expert_plan(rows: int, cols: int) -> Plan:
     covers 2 * tile rows."""
     tile = next(b for b in (64, 32, 16) if rows // 2 % b == 0)
     programs = _DISTINCT * rows // (2 * tile)
-    split = _split(-(-_PROGRAMS // programs), -(-cols // GROUP // 4), least=8)
+    split = _split(-(-3 * _PROGRAMS // programs), -(-cols // GROUP // 4), least=8)
     return Plan(tile, 4, split, warps=4, stages=3)
 
 
