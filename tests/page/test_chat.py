@@ -214,8 +214,9 @@ def test_parameters_reach_the_server(open_page: Callable[..., Opened]) -> None:
 
 def test_side_by_side(open_page: Callable[..., Opened]) -> None:
     tab = open_page()
-    tab.toy.runner.strength = 5.0
+    tab.toy.runner.strength = 8.0
     tab.page.fill("#p-temperature", "1")
+    tab.page.fill("#p-seed", "11")
     tab.page.fill("#p-max_tokens", "60")
     tab.page.click("#compare")
     bodies: list[dict[str, Any]] = []

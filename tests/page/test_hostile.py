@@ -30,10 +30,10 @@ OUTPUTS = {
     "meta": "<meta http-equiv=refresh content='0;url=STRANGER/refresh'>",
     "base and form": "<base href=STRANGER/><form action=STRANGER/form><button>x</button></form>",
     "entities": "&lt;script&gt; &#60;img src=x&#62; \\<script\\>",
-    "deep quotes": ">" * 500 + " deep",
-    "deep lists": "\n".join("  " * i + "- x" for i in range(24)),
-    "many brackets": "[" * 300 + "]" * 300 + "(" * 100,
-    "many stars": "*_" * 300 + "~~`" * 100,
+    "deep quotes": ">" * 60 + " deep",
+    "deep lists": "\n".join("  " * i + "- x" for i in range(12)),
+    "many brackets": "[" * 60 + "]" * 60 + "(" * 30,
+    "many stars": "*_" * 40 + "~~`" * 20,
     "marks of other directions": "\u202egnp.exe\u202c \u0000\u0007 \ufffd",
 }
 
