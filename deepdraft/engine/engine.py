@@ -76,6 +76,7 @@ class Engine:
         self.histograms = {name: Histogram(_BOUNDS_S) for name in SPANS}
         sampler = Sampler(runner.vocab_size, getattr(runner, "device", "cpu"))
         self.speculator = Speculator(runner, sampler, speculation or Speculation())
+        self._ahead = runner.ahead() if hasattr(runner, "ahead") else None
         self._clock = clock
         self._pace = Pace(max_stall_ms)
         room = getattr(runner, "num_sequences", max_running)
@@ -353,7 +354,18 @@ class Engine:
         with self._wake:
             self._scheduler.charge(request, num_rows)
 
+    def _decode_ahead(self, requests: tuple[Request, ...]) -> bool:
+        """Decodes on the device where it can; False where the step is still to be done."""
+        emitted = self._ahead.decode(requests, self.counters) if self._ahead else None
+        for e in emitted or ():
+            if not e.request.cancelled:
+                self._charge(e.request, 1 + e.num_drafts)
+                self._apply(Block(e.request), e.outcome, ms=e.ms)
+        return emitted is not None
+
     def _decode(self, requests: tuple[Request, ...]) -> None:
+        if self._decode_ahead(requests):
+            return
         begin = time.perf_counter()
         blocks = self.speculator.propose(requests)
         drafted = time.perf_counter()

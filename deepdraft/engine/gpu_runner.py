@@ -13,11 +13,12 @@ import torch
 from deepdraft.arch import V41Args
 from deepdraft.checkpoint.names import tensor_table
 from deepdraft.checkpoint.reader import Checkpoint
+from deepdraft.engine.ahead import Ahead
 from deepdraft.engine.dummy import DummyWeights, dummy_args
 from deepdraft.engine.runner import Runner, checked_token_map
 from deepdraft.errors import ConfigError
 from deepdraft.models.layers import WeightSource
-from deepdraft.models.v41_device import DeviceV41
+from deepdraft.models.v41_device import DevicePool, DeviceV41
 from deepdraft.text.tokenizer import Tokenizer
 
 LEAST_CAPABILITY = (9, 0)
@@ -29,6 +30,13 @@ _DUMMY_TABLE_ROWS = 1 << 20
 
 class GpuRunner(Runner):
     """Runs prompts and steps on one GPU (quant numerics, full prefill)."""
+
+    model: DeviceV41  # type: ignore[assignment]
+    pool: DevicePool  # type: ignore[assignment]
+
+    def ahead(self) -> Ahead:
+        """Decoding on the device, for the requests that allow it."""
+        return Ahead(self)
 
     @classmethod
     def from_checkpoint(  # type: ignore[override]

@@ -42,6 +42,14 @@ class DecodeRecord:
     histogram: Counter[int] = field(default_factory=Counter)
     """Steps by accepted drafts."""
 
+    def add(self, ms: float, *, drafts: int, accepted: int) -> None:
+        """A step that verified all its drafts."""
+        self.ms += ms
+        self.drafted_steps += drafts > 0
+        self.drafts += drafts
+        self.verified += drafts
+        self.histogram[accepted] += 1
+
     def stats(self, rule: Rule) -> DecodeStats | None:
         """The finished record; None without a step."""
         steps = sum(self.histogram.values())

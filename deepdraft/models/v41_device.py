@@ -27,6 +27,7 @@ from deepdraft.models.state import SequenceState, StatePool
 from deepdraft.models.v41_buffers import DECODER, DRAFTER, ENCODER, DeviceCaches, RowInputs
 from deepdraft.models.v41_draft import DeviceDrafter
 from deepdraft.models.v41_joins import Joins
+from deepdraft.models.v41_loop import DeviceLoop, DeviceSettings
 from deepdraft.models.v41_step import DeviceStep, Output
 from deepdraft.models.v41_weights import ModelWeights, load_weights
 
@@ -83,6 +84,10 @@ class DevicePool(StatePool):
             ids = torch.tensor(state.token_ids[begin:first], dtype=torch.int32)
             self.caches.tokens[state.slot, begin:first].copy_(ids)
         self._told[state.slot] = state, end
+
+    def note_tokens(self, state: SequenceState) -> None:
+        """The device has seen this sequence's tokens by itself (`v41_loop`)."""
+        self._told[state.slot] = state, state.num_tokens
 
     def set_floors(self, state: SequenceState) -> None:
         """Tell the device from where on a sequence's windows exist."""
@@ -217,6 +222,25 @@ class DeviceV41(DeepseekV41):
             made.graph = graph
         self._captured[rows] = made
         return made
+
+    def make_loop(self, settings: DeviceSettings, *, sequences: int, width: int) -> DeviceLoop:
+        """Decoding on the device for so many sequences, `width` rows each, captured on a GPU. It
+        works on the pool made last."""
+        if self._step is None:
+            raise StateError("a loop needs sequences: make a pool first")
+        drafter = None
+        if width > 1:
+            assert isinstance(self.drafter, DraftModel)
+            drafter = self.drafter.device_drafter
+        loop = DeviceLoop(self._step, settings, sequences=sequences, width=width, drafter=drafter)
+        if self._graphs:
+            loop.capture()
+        return loop
+
+    def synchronize(self) -> None:
+        """Wait for the device; raises what went wrong on it."""
+        if self.weights.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def _encode(self, state: SequenceState, ids: list[int]) -> None:
         raise ConfigError(
