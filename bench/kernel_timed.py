@@ -584,19 +584,18 @@ def index_rows(o: Operands, b: Batch) -> Callable[[Sequence[int]], tuple[Tensor,
 # ---- tuning --------------------------------------------------------------------------------
 
 
-WAYS = ((4, 4), (4, 2), (8, 4), (2, 1), (2, 2))
+WAYS = ((4, 4), (4, 2), (8, 4), (2, 2))
 """Groups of a step and warps that share them."""
 
 
 def dense_variants(rows: int, cols: int, blocks: int, kind: str) -> Iterator[layout.Plan]:
     """Plans worth timing for one dense shape."""
     for tile in (b for b in (32, 64) if rows // blocks % b == 0):
-        for step, warps in WAYS[:4]:
+        for step, warps in WAYS[:3]:
             steps = -(-cols // 32 // step)
-            wanted = {-(-n // (rows // tile)) for n in (132, 528, 792, 1056)}
+            wanted = {-(-n // (rows // tile)) for n in (264, 512, 1024)}
             for split in sorted({-(-steps // -(-steps // w)) for w in wanted if w <= steps}):
-                for stages in (3, 4):
-                    yield layout.Plan(tile, step, split, warps, stages)
+                yield layout.Plan(tile, step, split, warps, 3)
 
 
 def expert_variants(rows: int, cols: int, up: bool) -> Iterator[layout.Plan]:
@@ -604,10 +603,8 @@ def expert_variants(rows: int, cols: int, up: bool) -> Iterator[layout.Plan]:
         for step, warps in WAYS:
             steps = -(-cols // 32 // step)
             for split in (1, 2, 4):
-                if split > 1 and steps // split < 4:
-                    continue
-                for stages in (3, 4):
-                    yield layout.Plan(tile, step, split, warps, stages)
+                if split == 1 or steps // split >= 4:
+                    yield layout.Plan(tile, step, split, warps, 3)
 
 
 ATTENTION_PLANS = tuple(

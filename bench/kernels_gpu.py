@@ -40,9 +40,9 @@ MODULES = {
 }  # fmt: skip
 """Test modules, and how many processes share each."""
 COMPILES = {"time": 4, "rows": 2, "programmatic": 4, "tune": 12}
-BUSY_UNTIL = 180
+BUSY_UNTIL = 20
 """Seconds from the start during which other work may need the host's processors."""
-FEW, MANY = 8, 24
+FEW, MANY = 8, 16
 
 
 class Run:
@@ -246,7 +246,13 @@ def check_rows(run: Run) -> None:
         verdict = line.get("error") or line["wrong"][:4] or "equal"
         print(f"rows {name:20} {verdict}"[:500], flush=True)
 
-    work(run, "rows", stall=60, until=run.elapsed() + 0.12 * run.args.seconds, note=note)
+    work(
+        run,
+        "rows",
+        stall=60,
+        until=min(run.elapsed() + 0.15 * run.args.seconds, run.args.seconds - 2),
+        note=note,
+    )
 
 
 RATE = 4.3e12
@@ -362,22 +368,27 @@ def main() -> None:
             run.results["ceilings"] = line
             print(line, flush=True)
 
-    tail = 105 if "pair" in parts else 3
+    tail = 60 if "pair" in parts else 3
     step("ceilings", ceilings)
     if {"check", "rows", "time", "tune", "programmatic"} & set(parts):
         check_and_compile(run, parts)
         run.save()
-    step("rows", lambda: check_rows(run))
-    step("time", lambda: timed(run, "time", until=min(run.elapsed() + 0.2 * total, total - tail)))
-    step(
-        "programmatic",
-        lambda: timed(
-            run, "programmatic", "--pdl", until=min(run.elapsed() + 0.15 * total, total - tail)
-        ),
-    )
-    step("tune", lambda: tune(run, total - tail - 0.05 * total))
-    step("best", lambda: best(run, total - tail))
-    step("pair", lambda: pair(run))
+
+    def soon(share: float) -> float:
+        """The second of the run at which a part of this share of it ends."""
+        return min(run.elapsed() + share * total, total - tail)
+
+    calls = {
+        "rows": lambda: check_rows(run),
+        "time": lambda: timed(run, "time", until=soon(0.2)),
+        "programmatic": lambda: timed(run, "programmatic", "--pdl", until=soon(0.2)),
+        "tune": lambda: tune(run, soon(0.4)),
+        "best": lambda: best(run, soon(0.1)),
+        "pair": lambda: pair(run),
+    }
+    for part in parts:
+        if part in calls:
+            step(part, calls[part])
     bad = list(run.results.get("check", {}).get("failed", {}))
     bad += [n for n, r in run.results.get("rows", {}).items() if r.get("error") or r.get("wrong")]
     print(f"{run.elapsed():.0f} s; " + (f"WRONG: {', '.join(bad)}"[:1500] if bad else "all right"))
