@@ -271,6 +271,64 @@ class Tally:
         }  # fmt: skip
 
 
+def served(device: str, count: int) -> dict:
+    """The bundled model behind the engine: texts with and without running ahead, alone and four at
+    a time; plain, drafted and sampled."""
+    from deepdraft.checkpoint.reader import Checkpoint
+    from deepdraft.engine.engine import Engine
+    from deepdraft.engine.gpu_runner import GpuRunner
+    from deepdraft.engine.speculate import Speculation
+    from deepdraft.proof.prompts import load_prompts
+    from deepdraft.text.tokenizer import Tokenizer
+    from deepdraft.types import GenerateRequest, SamplingParams
+
+    tokenizer, checkpoint = Tokenizer.load(DEMO), Checkpoint.open(DEMO)
+    prompts = [p.ids for p in load_prompts(None, tokenizer)][:8]
+
+    def run(*, ahead: bool, at_once: int) -> tuple[list[tuple[int, ...]], float, dict]:
+        runner = GpuRunner.from_checkpoint(
+            checkpoint, tokenizer, max_context=1024, num_sequences=4, drafter=True, device=device
+        )
+        engine = Engine(runner, speculation=Speculation())
+        if not ahead:
+            engine._ahead = None
+        engine.start()
+        engine.warm_up()
+        list(engine.generate(ask("first", prompts[0], 0)))
+        texts: list[tuple[int, ...]] = []
+        begin = time.perf_counter()
+        jobs = [(i, p, t) for t in (0, 1) for i, p in enumerate(prompts)]
+        for first in range(0, len(jobs), at_once):
+            some = jobs[first : first + at_once]
+            streams = [engine.generate(ask(f"{t}-{i}", p, t)) for i, p, t in some]
+            texts += [tuple(x for e in stream for x in e.token_ids) for stream in streams]
+        took = time.perf_counter() - begin
+        stats = engine.stats()
+        engine.close()
+        return texts, sum(map(len, texts)) / took, stats
+
+    def ask(name: str, prompt: tuple[int, ...], temperature: float) -> GenerateRequest:
+        return GenerateRequest(
+            request_id=name, prompt_ids=tuple(prompt[:120]), max_new_tokens=count,
+            sampling=SamplingParams(temperature=temperature, seed=3),
+        )  # fmt: skip
+
+    results: dict = {}
+    wanted = None
+    for ahead in (False, True):
+        for at_once in (1, 4):
+            texts, rate, stats = run(ahead=ahead, at_once=at_once)
+            wanted = wanted or texts
+            name = f"{'ahead' if ahead else 'host'}, {at_once} at once"
+            results[name] = {
+                "tok_s": round(rate, 1),
+                "same_text": [a == b for a, b in zip(texts, wanted, strict=True)].count(True),
+                "of": len(wanted),
+                "steps": stats.get("decode_steps"),
+            }
+    return results
+
+
 def child_demo(args: argparse.Namespace, results: Results) -> None:
     """The bundled model against the CPU."""
     demo = Demo(args, results)
@@ -284,3 +342,4 @@ def child_demo(args: argparse.Namespace, results: Results) -> None:
     if not dry:
         results.stage("texts", lambda: demo.write_texts(args.prompts), needs=40)
         results.stage("forced", demo.forced, needs=30)
+        results.stage("served", lambda: served("cuda", 200), needs=30)
