@@ -1,8 +1,9 @@
 """The whole step on two GPUs, random weights of the published shape: ms, and the ranks' bits.
 
-    python3 bench/tp2_step_gpu.py --json FILE [--seconds 240] [--parts equal,whole] [--pool 96]
+    python3 bench/tp2_step_gpu.py --json FILE [--seconds 240] [--parts golden,equal,whole]
 
 equal: 22 layers, the two ranks' logits against both ranks emulated in turn on one GPU, bit for bit.
+golden: the small golden checkpoint served as `serve --tp 2` does: drafted steps against plain ones.
 whole: 40 layers, drafter, one graph a step; one-shot exchange, then NCCL all-reduce, then none (the
 floor of this step without exchange; its numbers mean nothing). Starts its ranks itself; writes FILE
 after every figure.
@@ -48,6 +49,7 @@ from deepdraft.proof.bench_step import StepBench, fill_caches  # noqa: E402
 from deepdraft.proof.step_bytes import step_bytes  # noqa: E402
 
 CONFIG = ROOT / "tests/checkpoint/data/v41-config.json"
+SET_A = ROOT / "tests/golden/v41-a/checkpoint"
 CONTEXT = 32768
 ROWS = ((6, 22), (6, 35), (8, 25), (1, 6), (2, 11), (4, 18))
 CAPACITY = 8 * 65536
@@ -92,7 +94,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=240.0)
-    parser.add_argument("--parts", default="equal,whole")
+    parser.add_argument("--parts", default="golden,equal,whole")
     parser.add_argument("--pool", type=int, default=96)
     return parser.parse_args()
 
@@ -224,6 +226,54 @@ def work(me: Rank) -> None:
     dist.barrier()
 
 
+def golden(me: Rank) -> None:
+    """Rank 0 leads, rank 1 follows, as the engine has it."""
+    from deepdraft.checkpoint.reader import Checkpoint
+    from deepdraft.engine.gpu_ranks import open_gpu_rank
+    from deepdraft.engine.ranks import Follower
+    from deepdraft.text.tokenizer import Tokenizer
+
+    options = arguments()
+    checkpoint = Checkpoint.open(SET_A)
+    runner = open_gpu_rank(me, checkpoint, Tokenizer.load(SET_A), max_context=512, num_sequences=2)
+    if me.rank:
+        Follower(me, runner, runner.check_exchanges).run()
+        return
+    g = torch.Generator().manual_seed(0)
+    text = torch.randint(4, 500, (96,), generator=g).tolist()
+    first = runner.open_sequence()
+    rows = [runner.prefill(first, text, final=True)]
+    tokens = [int(rows[0].argmax())]
+    for _ in range(36):
+        rows.append(runner.step([(first, tokens[-1:])])[0].clone())
+        tokens.append(int(rows[-1].argmax()))
+    second = runner.open_sequence()
+    again = [runner.prefill(second, text, final=True)]
+    for at in range(0, 36, 6):
+        again += list(runner.step([(second, tokens[at : at + 6])]).clone())
+    found = {
+        "tokens": tokens,
+        "finite": all(bool(torch.isfinite(row).all()) for row in rows),
+        "six rows a step give the bits of one": [
+            torch.equal(a, b) for a, b in zip(rows, again, strict=True)
+        ].count(False)
+        == 0,
+    }
+    runner.commit(second, len(text) + 30)
+    retaken = runner.step([(second, tokens[30:33])])
+    found["bits after taking rows back"] = torch.equal(retaken[2], rows[33])
+    (draft,) = runner.draft([(second, tokens[33])])
+    previous, drafted = tokens[33], []
+    for i in range(len(draft)):
+        previous = int(draft.refine(i, previous)[0].argmax())
+        drafted.append(previous)
+    found["drafted"] = drafted
+    for sequence in (first, second):
+        runner.close_sequence(sequence)
+    options.json.write_text(json.dumps(found, indent=1) + "\n")
+    log(f"golden: {found}")
+
+
 def symmetric(group: ProcessGroup) -> OneShot:
     own, boxes = symmetric_mailbox(group.size, CAPACITY)
     return OneShot(group.rank, boxes, own)
@@ -331,4 +381,4 @@ if __name__ == "__main__":
     rank = this_rank()
     if rank is None:
         sys.exit(main())
-    run_rank(rank, work)
+    run_rank(rank, golden if "golden" in sys.argv else work)

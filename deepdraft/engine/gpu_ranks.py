@@ -27,9 +27,12 @@ from deepdraft.text.tokenizer import Tokenizer
 
 
 class GpuRankRunner(GpuRunner):
-    """One of several ranks."""
+    """One of several ranks. It does not run ahead of the host: the ranks take call by call."""
 
     exchange: OneShot
+
+    def ahead(self) -> None:  # type: ignore[override]
+        """Nothing."""
 
     def check_exchanges(self) -> None:
         """Raises EngineError where an exchange since the last check failed on the device."""
