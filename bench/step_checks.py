@@ -110,6 +110,10 @@ def child_golden(args: argparse.Namespace, results: Results) -> None:
     device = "cpu" if dry else "cuda"
     texts = json.loads((SET_A / "tokens.json").read_text())
     text = [int(t) for t in texts["prompt"]]
+    if not dry:
+        from deepdraft.proof.selftest_gpu import check_device_step
+
+        results.stage("selftest", lambda: check_device_step("cuda"))
     pair = results.stage("load", lambda: Pair(SET_A / "checkpoint", device, 6, 1024))
     assert isinstance(pair, Pair)
     results.data["load"] = {"bytes": pair.weights.nbytes}

@@ -270,7 +270,12 @@ CHECKS: tuple[tuple[str, Callable[[str], str]], ...] = (
 def run(device: str = "cpu") -> list[Result]:
     """Run every check on a device and return the report."""
     results = []
-    for name, check in CHECKS:
+    checks = CHECKS
+    if device == "cuda":
+        from deepdraft.proof.selftest_gpu import check_device_step
+
+        checks = (*CHECKS, ("kernels: layers, rows, drafts", check_device_step))
+    for name, check in checks:
         start = time.perf_counter()
         try:
             detail, ok = check(device), True
