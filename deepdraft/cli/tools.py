@@ -152,7 +152,7 @@ def _bench_step(
 @click.argument(
     "what",
     type=click.Choice(
-        ("speed", "startup", "costs", "drafted", "accept", "lossless", "step", "compare")
+        ("speed", "startup", "costs", "drafted", "accept", "lossless", "step", "load", "compare")
     ),
 )
 @model_argument
@@ -193,7 +193,8 @@ def bench(what: str, model: str | None, other: str | None, **options: Any) -> in
     A.json and B.json. startup: a server's start. costs: of steps and drafts, for --cost-table.
     drafted: with drafts against plain. accept: how many drafts stand. lossless: drafted text is
     plain text. step: one decode step on a GPU, random weights of the published sizes or of MODEL's
-    config.json.
+    config.json. load: one rank's part of a converted checkpoint onto the device, against the same
+    reads into scratch buffers.
     """
     step = {name: options.pop(name) for name in ("layers", "expert_pool", "rows")}
     if what == "step":

@@ -31,7 +31,7 @@ from deepdraft.text.tokenizer import Tokenizer
 from deepdraft.types import SamplingParams
 
 SMALL_OPS = 20_000
-BENCHES = ("speed", "startup", "costs", "drafted", "accept", "lossless")
+BENCHES = ("speed", "startup", "costs", "drafted", "accept", "lossless", "load")
 
 
 def machine() -> dict[str, Any]:
@@ -246,6 +246,10 @@ def _measure(what: str, model: str | Path, options: dict[str, Any]) -> dict[str,
         return _speed(model, options)
     if what == "startup":
         return startup(model)
+    if what == "load":
+        from deepdraft.proof import bench_load
+
+        return bench_load.main(Path(model), runs=options["runs"])
     if what == "costs":
         return costs(model, numerics=numerics)
     if options["tokens"] is not None:

@@ -15,6 +15,7 @@ from deepdraft.checkpoint.device_source import DeviceSource
 from deepdraft.checkpoint.fast_read import ParallelReader, Piece
 from deepdraft.checkpoint.presharded import MANIFEST, open_rank, read_manifest, shard_plan
 from deepdraft.checkpoint.reader import Checkpoint
+from deepdraft.cli.main import main
 from deepdraft.errors import CheckpointError, ConfigError
 from deepdraft.parallel.shards import SlicedSource
 from tests.checkpoint.tiny import patch_tensor, write_tiny
@@ -249,3 +250,33 @@ def test_a_device_source_gives_every_tensor(order, converted):
     assert seen[-1][0] >= seen[-1][1] == sum(e.num_bytes for e in part.table.values())
     if order == 1:
         assert (source.total_bytes, source.total_bytes) in seen  # nothing was read twice
+
+
+def test_bench_load_compares_both_ways(converted, capsys):
+    assert main(["bench", "load", str(converted), "--runs", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ranks"] == 4 and found["rank"] == 0
+    assert len(found["device_s"]) == len(found["scratch_s"]) == 2
+    assert found["share"] > 0 and found["machine"]
+    assert main(["bench", "load", str(converted.parent)]) == 2
+    assert "sharded.json cannot be read" in capsys.readouterr().err
+
+
+def test_the_command_converts_checks_and_says_what_is_wrong(published, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["convert", str(published.path), str(out), "--tp", "8"]) == 0
+    assert main(["convert", "--check", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "8 ranks, " in said and "every digest as it was written" in said
+    victim = out / "rank-5" / "rest.safetensors"
+    victim.write_bytes(victim.read_bytes()[:-1] + b"\x7f")
+    for arguments, told in (
+        (["--check", str(out)], "rank-5/rest.safetensors is not what sharded.json says"),
+        ([str(published.path), str(out), "--tp", "2"], "another number of ranks"),
+        ([str(published.path), str(tmp_path / "b"), "--tp", "3"], "Sizes that work: 1, 2, 4, 8"),
+        ([str(tmp_path / "none"), str(tmp_path / "b"), "--tp", "2"], "no checkpoint directory"),
+        ([str(published.path)], "give OUT and --tp N"),
+        (["--check", str(out), "--tp", "2"], "takes the converted directory alone"),
+    ):
+        assert main(["convert", *arguments]) == 2
+        assert told in capsys.readouterr().err

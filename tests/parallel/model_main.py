@@ -34,8 +34,6 @@ def plant(model, fault: str) -> None:
     attention = model.blocks[2].attention
     if fault == "nan":
         attention.wo_b[0, 0] = torch.nan
-    elif fault == "raise":
-        attention.wo_b = attention.wo_b[:-1]
     elif fault == "exit":
         attention.join = lambda _: os._exit(7)
 

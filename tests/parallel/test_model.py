@@ -93,7 +93,7 @@ def test_quant_numerics_agree_layer_by_layer(published):
     assert error < 3e-2, error
 
 
-@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("size", [2, pytest.param(8, marks=pytest.mark.full)])
 def test_a_rows_bits_do_not_depend_on_the_other_rows(size, published, in_turn):
     """Row by row, and beside another sequence: the same bits as in larger steps."""
     ones = [1] * sum(CUTS)
@@ -131,7 +131,6 @@ def test_nan_on_one_rank_in_turn(published):
     ("fault", "told"),
     [
         ("nan", r"rank 1 produced NaN or infinity in layers\.2\.attn\.wo_b\.weight"),
-        ("raise", r"rank 1 .*step 1.* failed: RuntimeError: mat1 and mat2"),
         ("exit", r"rank 1 .*step 1.* ended with code 7"),
     ],
 )
