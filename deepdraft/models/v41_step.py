@@ -12,14 +12,25 @@ width, M = (2 + S) S mix coefficients.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from deepdraft.arch import LayerRole, V41Args
-from deepdraft.kernels import attention, cache, engram, gemv, index, mhc, moe, routing, rows
+from deepdraft.kernels import (
+    attention,
+    cache,
+    engram,
+    gemv,
+    index,
+    mhc,
+    moe,
+    prefetch,
+    routing,
+    rows,
+)
 from deepdraft.kernels.gemv import QuantRows
 from deepdraft.models.v41_buffers import DeviceCaches, RowInputs
 from deepdraft.models.v41_joins import Joins
@@ -110,10 +121,11 @@ class Lanes:
 
     def __init__(self, device: torch.device, *, on: bool) -> None:
         on = on and device.type == "cuda"
-        self._streams = {n: torch.cuda.Stream(device) for n in ("mix", "side")} if on else {}
+        names = ("mix", "side", "fetch")
+        self._streams = {n: torch.cuda.Stream(device) for n in names} if on else {}
 
     @contextlib.contextmanager
-    def aside(self, name: str) -> Iterator[None]:
+    def aside(self, name: str) -> Generator[None]:
         """Launches inside follow what was launched before; nothing follows them until `join`."""
         if not self._streams:
             yield
@@ -211,6 +223,8 @@ class DeviceStep:
         self.forced: list[Tensor] | None = None
         """Experts of each layer in place of the router's choice, int32 [R, K] (measurements)."""
         self.observer: Observer | None = None
+        self.fetch = (0, 0)
+        """Bytes of wo_a and wo_b that are brought into the L2 cache beside attention."""
 
     def run(self, inputs: RowInputs, skip: Skip = frozenset()) -> Output:
         """All layers and the head on these rows; writes their state."""
@@ -332,6 +346,10 @@ class DeviceStep:
             source = role.index_source
             kept = places.selected.get(source) or next(iter(places.selected.values()))
             main, chosen = caches.main[role.kv_source], kept.address
+        if any(self.fetch):
+            with self.lanes.aside("fetch"):
+                for weight, most in zip((w.wo_a, w.wo_b), self.fetch, strict=True):
+                    prefetch.prefetch(weight.values, most)
         if "attention" in skip:
             heads = query[:, : w.sink.shape[0] * args.head_dim]
             o = heads.unflatten(1, (w.sink.shape[0], -1)).contiguous()
@@ -341,6 +359,8 @@ class DeviceStep:
             scale=args.head_dim**-0.5, main=main, main_rows=chosen,
         )  # fmt: skip
         self._note(f"L{layer}.attn_o", o)
+        if any(self.fetch):
+            self.lanes.join("fetch")
         return attention_out(o, w, self.joins, skip)
 
     def _write_entry(
