@@ -603,8 +603,12 @@ def expert_variants(rows: int, cols: int, up: bool) -> Iterator[layout.Plan]:
         for step, warps in WAYS:
             steps = -(-cols // 32 // step)
             for split in (1, 2, 4):
-                if split == 1 or steps // split >= 4:
-                    yield layout.Plan(tile, step, split, warps, 3)
+                if split > 1 and steps // split < 4:
+                    continue
+                plan = layout.Plan(tile, step, split, warps, 3)
+                yield plan
+                if (step, warps) == (4, 4):
+                    yield replace(plan, registers=96 if tile == 64 else 64)
 
 
 ATTENTION_PLANS = tuple(

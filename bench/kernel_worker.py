@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 BROKEN_DEVICE = 3
+PLAN_FIELDS = ("tile", "step", "split", "warps", "stages", "registers")
 
 
 def say(**fields: object) -> None:
@@ -232,14 +233,14 @@ def time_part(worker: Worker) -> None:
 def plan_of(fields: dict):
     from deepdraft.kernels.layout import Plan
 
-    return Plan(**{k: fields[k] for k in ("tile", "step", "split", "warps", "stages")})
+    return Plan(**{k: fields[k] for k in PLAN_FIELDS})
 
 
 def tune(worker: Worker) -> None:
     from kernel_timed import tune_cases
 
     for name, plan, make in tune_cases(operands(worker.args.dry)):
-        fields = {k: getattr(plan, k) for k in ("tile", "step", "split", "warps", "stages")}
+        fields = {k: getattr(plan, k) for k in PLAN_FIELDS}
         label = f"{name}|{'/'.join(map(str, fields.values()))}"
         worker.each(
             label,

@@ -302,7 +302,7 @@ def tune(run: Run, until: float) -> None:
         tried.sort(key=lambda r: r["us"])
         shown = [
             f"{r['us']:.1f} us {100 * r.get('share', 0):.0f} % "
-            f"{r['tile']}/{r['step']}/{r['split']}/{r['warps']}/{r['stages']}"
+            f"{r['tile']}/{r['step']}/{r['split']}/{r['warps']}/{r['stages']}/{r['registers']}"
             for r in tried[:3]
         ]
         print(f"tune {name} ({len(tried)} plans): {'; '.join(shown)}", flush=True)

@@ -25,7 +25,7 @@ _DISTINCT = 22
 class Plan:
     """How one matrix is cut. `tile` output rows, `step` groups a step (a power of two; the last
     step may be short), `split` parts of K; `ahead`: bytes that a program has fetched while its
-    predecessor still runs, a multiple of 16."""
+    predecessor still runs, a multiple of 16; `registers`: the most of a thread, 0: any."""
 
     tile: int
     step: int
@@ -33,6 +33,7 @@ class Plan:
     warps: int
     stages: int = 4
     ahead: int = 16384
+    registers: int = 0
 
 
 def dense_plan(rows: int, cols: int, blocks: int = 1) -> Plan:

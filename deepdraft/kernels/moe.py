@@ -323,7 +323,9 @@ def _grid(w: Tiled, listed: ExpertList, device: torch.device) -> tuple[tuple[int
 
 def _options(w: Tiled) -> dict[str, int]:
     plan = w.plan
+    limit = {"maxnreg": plan.registers} if plan.registers else {}
     return {
+        **limit,
         "TILE": plan.tile, "P": plan.step, "SPLIT": plan.split, "T": ROW_TILE,
         "MASKED": w.cols // GROUP % plan.step != 0,
         "num_warps": plan.warps, "num_stages": plan.stages,
