@@ -65,6 +65,21 @@ class DeviceSource:
         self._progress, self._done = progress, 0
         self.total_bytes = sum(entry.num_bytes for entry in checkpoint.table.values())
 
+    @property
+    def args(self) -> Any:
+        """The model's sizes."""
+        return self._checkpoint.args
+
+    @property
+    def path(self) -> Path:
+        """The converted checkpoint's directory."""
+        return self._checkpoint.path
+
+    @property
+    def tokenizer_file(self) -> Path:
+        """Path of tokenizer.json; raises CheckpointError where there is none."""
+        return self._checkpoint.tokenizer_file
+
     def close(self) -> None:
         """Ends the threads; tensors that were given out stay."""
         self._ahead.shutdown(cancel_futures=True)

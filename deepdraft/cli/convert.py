@@ -1,44 +1,14 @@
-"""`deepdraft convert`: its flags and its progress bar.
+"""`deepdraft convert`: its flags.
 
 Owns: what the user sees of a conversion. Knows nothing of: how the files are made.
 """
 
-import sys
-import time
 from pathlib import Path
 
 import click
 
+from deepdraft.checkpoint.progress import Bar
 from deepdraft.errors import CheckpointError
-
-_REDRAW_S = 0.2
-_LINE_S = 10.0
-_WIDTH = 30
-
-
-class Bar:
-    """Progress on stderr: one line that is redrawn on a terminal, else a line now and then."""
-
-    def __init__(self, what: str) -> None:
-        self._what, self._begin, self._drawn = what, time.monotonic(), 0.0
-        self._tty = sys.stderr.isatty()
-
-    def __call__(self, done: int, total: int) -> None:
-        """Bytes so far and in all."""
-        share = done / total if total else 1.0
-        now = time.monotonic()
-        text = f"{self._what} {done / 1e9:.1f} of {total / 1e9:.1f} GB"
-        if now > self._begin:
-            text += f", {done / (now - self._begin) / 1e9:.2f} GB/s"
-        if not self._tty:
-            if now - max(self._drawn, self._begin) > _LINE_S:
-                self._drawn = now
-                click.echo(text, err=True)
-        elif now - self._drawn > _REDRAW_S or done >= total:
-            self._drawn = now
-            bar = "#" * int(share * _WIDTH)
-            end = "\n" if done >= total else ""
-            click.echo(f"\r{text} [{bar:<{_WIDTH}}]\x1b[K{end}", err=True, nl=False)
 
 
 @click.command()

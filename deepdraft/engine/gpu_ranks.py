@@ -12,6 +12,7 @@ import torch
 
 from deepdraft.checkpoint.device_source import DeviceSource
 from deepdraft.checkpoint.presharded import is_presharded, shard_plan
+from deepdraft.checkpoint.progress import Bar
 from deepdraft.checkpoint.reader import Checkpoint
 from deepdraft.engine.gpu_runner import GpuRunner
 from deepdraft.engine.ranks import Leading
@@ -79,7 +80,8 @@ def open_gpu_rank(
     with contextlib.ExitStack() as stack:
         source: Any = shards.source(checkpoint)
         if is_presharded(checkpoint.path):
-            source = stack.enter_context(DeviceSource(checkpoint, device))
+            bar = None if me.rank else Bar("rank 0's weights")
+            source = stack.enter_context(DeviceSource(checkpoint, device, progress=bar))
         joins = RankJoins(exchange, _own_tables(args, shards))
         model = DeviceV41(args, source, token_map, device=device, drafter=drafter, joins=joins)
     kind = GpuRankRunner if me.rank else GpuLeadRunner

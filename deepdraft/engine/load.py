@@ -4,6 +4,7 @@ Owns: the order of loading, and the identity of what was loaded.
 Knows nothing of: HTTP, requests.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping
@@ -137,15 +138,19 @@ def load_runner(
 def _gpu_runner(
     checkpoint: Any, tokenizer: Tokenizer, options: EngineConfig, more: dict[str, Any]
 ) -> "Runner":
+    from deepdraft.checkpoint.device_source import DeviceSource
+    from deepdraft.checkpoint.presharded import is_presharded
+    from deepdraft.checkpoint.progress import Bar
     from deepdraft.engine.gpu_runner import GpuRunner
 
-    return GpuRunner.from_checkpoint(
-        checkpoint,
-        tokenizer,
-        dummy=options.load == "dummy",
-        expert_pool=options.expert_pool,
-        **more,
-    )
+    dummy = options.load == "dummy"
+    with contextlib.ExitStack() as stack:
+        if is_presharded(checkpoint.path) and not dummy:
+            source = DeviceSource(checkpoint, "cuda", progress=Bar("weights"))
+            checkpoint = stack.enter_context(source)
+        return GpuRunner.from_checkpoint(
+            checkpoint, tokenizer, dummy=dummy, expert_pool=options.expert_pool, **more
+        )
 
 
 def _split(options: EngineConfig) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepdraft.checkpoint import convert as convert_module
-from deepdraft.checkpoint import fast_read
+from deepdraft.checkpoint import fast_read, progress
 from deepdraft.checkpoint.convert import JOURNAL, convert, verify
 from deepdraft.checkpoint.device_source import DeviceSource
 from deepdraft.checkpoint.fast_read import ParallelReader, Piece
@@ -280,3 +280,21 @@ def test_the_command_converts_checks_and_says_what_is_wrong(published, tmp_path,
     ):
         assert main(["convert", *arguments]) == 2
         assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tty", [True, False])
+def test_progress_is_drawn_on_a_terminal_and_told_elsewhere(tty, monkeypatch, capsys):
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: tty, raising=False)
+    bar = progress.Bar("read")
+    for done in range(0, 41):
+        now[0] += 1
+        bar(done * 10**9, 40 * 10**9)
+    said = capsys.readouterr().err
+    if tty:
+        assert "\rread 20.0 of 40.0 GB, 0.95 GB/s [###############               ]" in said
+        assert said.endswith("\n") and said.count("\n") == 1
+    else:
+        assert said.splitlines()[0] == "read 10.0 of 40.0 GB, 0.91 GB/s"
+        assert 3 <= said.count("\n") <= 4 and "\r" not in said
