@@ -1,6 +1,6 @@
 """How each step of an answer went, as the stream of a request that asks for it shows it.
 
-Owns: the object `step` of a choice (docs/page.md).
+Owns: the object `step` of a choice (docs/api.md).
 Knows nothing of: how text is split, sockets, the engine.
 """
 

@@ -447,6 +447,28 @@ def test_a_key_is_asked_for(browser: Any, make_live: Callable[..., Live]) -> Non
     context.close()
 
 
+def test_a_model_that_is_still_loading(browser: Any, make_live: Callable[..., Live]) -> None:
+    live = make_live(wait=False)
+    page = browser.new_page()
+    page.goto(live.url)
+    page.wait_for_selector("#state:text('still loading')")
+    assert page.locator(".dot.up").count() == 0
+    live.toy.gate.set()
+    page.wait_for_selector(".dot.up")
+    assert page.inner_text("#state") == "toy"
+    page.close()
+
+
+def test_a_server_that_goes_away(open_page: Callable[..., Opened]) -> None:
+    tab = open_page()
+    tab.ask(answer="Once.")
+    tab.live.stop()
+    answer = tab.ask("And again?")
+    assert "No answer" in answer.locator(".note.bad").inner_text()
+    tab.page.wait_for_selector("#state:text('no connection')")
+    assert tab.page.locator("article.answer").first.inner_text().startswith("Once.")
+
+
 def test_ten_thousand_tokens(open_page: Callable[..., Opened]) -> None:
     """All of a long answer is drawn, in prose without a line break as well as in code.
 
