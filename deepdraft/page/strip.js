@@ -32,7 +32,6 @@ export class Strip {
     this.following = true;
     this.selected = -1;
     this.mostRows = 6;
-    this.mostMs = 0;
     this.totals = { steps: 0, decoded: 0, ms: 0, rows: 0, accepted: 0 };
     this.canvas = el("canvas", { "aria-hidden": "true" });
     this.view = el("div.strip-view", {
@@ -64,7 +63,6 @@ export class Strip {
       sum.ms += step.ms;
       sum.rows += step.rows;
       sum.accepted += step.accepted;
-      this.mostMs = Math.max(this.mostMs, step.ms);
     }
   }
 
@@ -117,8 +115,10 @@ export class Strip {
         pen.strokeRect(x + 0.5, y + 0.5, COLUMN - 1, CELL - 1);
       }
     }
-    if (step.index && this.mostMs) {
-      const tall = Math.max(1, (TIME_HEIGHT * step.ms) / this.mostMs);
+    if (step.index && this.totals.ms) {
+      // Up to three times the mean: one slow step would flatten all others.
+      const share = (step.ms * this.totals.steps) / this.totals.ms / 3;
+      const tall = Math.max(1, TIME_HEIGHT * Math.min(1, share));
       pen.fillStyle = palette.time;
       pen.fillRect(x, rowsHeight + BAND_GAP, COLUMN, tall);
     }
