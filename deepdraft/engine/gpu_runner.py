@@ -6,13 +6,15 @@ Knows nothing of: requests, the kernels.
 
 from __future__ import annotations
 
-from typing import Self
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 
 from deepdraft.arch import V41Args
+from deepdraft.checkpoint.families import load_model_args
 from deepdraft.checkpoint.names import tensor_table
-from deepdraft.checkpoint.reader import Checkpoint
 from deepdraft.engine.ahead import Ahead
 from deepdraft.engine.dummy import DummyWeights, dummy_args
 from deepdraft.engine.runner import Runner, checked_token_map
@@ -28,6 +30,14 @@ _WORK_BYTES = 2 << 30
 _DUMMY_TABLE_ROWS = 1 << 20
 
 
+class Sizes:
+    """A directory of which only config.json and the tokenizer count: what `dummy` needs."""
+
+    def __init__(self, path: Path, *, accept_unknown: Iterable[str] = ()) -> None:
+        self.path, self.tokenizer_file = path, path / "tokenizer.json"
+        self.args = load_model_args(path / "config.json", accept_unknown=accept_unknown)
+
+
 class GpuRunner(Runner):
     """Runs prompts and steps on one GPU (quant numerics, full prefill)."""
 
@@ -41,7 +51,7 @@ class GpuRunner(Runner):
     @classmethod
     def from_checkpoint(  # type: ignore[override]
         cls,
-        checkpoint: Checkpoint,
+        checkpoint: Any,
         tokenizer: Tokenizer | None,
         *,
         max_context: int | None = None,
@@ -53,8 +63,9 @@ class GpuRunner(Runner):
         state_bytes: int | None = None,
         device: torch.device | str = "cuda",
     ) -> Self:
-        """Load the model of a checkpoint, or (`dummy`) random weights of its sizes with at most
-        `expert_pool` routed experts. Errors say what the GPU lacks, or name the tensor."""
+        """Load the model of a `Checkpoint` or another source of weights with `args`; or (`dummy`)
+        random weights of its sizes (`Sizes`) with at most `expert_pool` routed experts. Errors say
+        what the GPU lacks, or name the tensor."""
         args = checkpoint.args
         if not isinstance(args, V41Args):
             raise ConfigError(
@@ -72,6 +83,9 @@ class GpuRunner(Runner):
                 raise ConfigError("a model with Engram layers needs its tokenizer.json")
             token_map = checked_token_map(checkpoint, tokenizer)
         model = DeviceV41(args, source, token_map, device=device, drafter=drafter)
+        if torch.device(device).type == "cuda":
+            room = torch.cuda.mem_get_info()[0] - _WORK_BYTES
+            state_bytes = room if state_bytes is None else min(state_bytes, room)
         return cls(
             model,
             max_context=max_context,

@@ -112,7 +112,11 @@ def load_runner(
 
     torch.set_num_threads(options.threads or _default_threads(path, torch.get_num_threads()))
     number, size = (0, 1) if rank is None else (rank.rank, rank.size)
-    if is_presharded(path):
+    if options.load == "dummy":
+        from deepdraft.engine.gpu_runner import Sizes
+
+        checkpoint: Any = Sizes(path, accept_unknown=options.accept_keys)
+    elif is_presharded(path):
         checkpoint = open_rank(path, number, size, accept_unknown=options.accept_keys)
     else:
         checkpoint = Checkpoint.open(path, accept_unknown=options.accept_keys)

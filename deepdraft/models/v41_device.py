@@ -10,14 +10,15 @@ Letters: R rows of a step, B drafts of a block, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from deepdraft.arch import V41Args
-from deepdraft.errors import ConfigError, StateError
+from deepdraft.errors import ConfigError, EngineError, StateError
 from deepdraft.kernels import gemv, markov
 from deepdraft.kernels.runtime import pad_rows, padded_rows
 from deepdraft.models.deepseek_v41 import DeepseekV41, Record, StepOutput, Work
@@ -214,11 +215,12 @@ class DeviceV41(DeepseekV41):
         assert self._step is not None
         made = _Captured(RowInputs(rows, self.device))
         if self._graphs:
-            self._step.run(made.inputs)  # compiles; no row is live
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                made.output = self._step.run(made.inputs)
+            with enough_memory():
+                self._step.run(made.inputs)  # compiles; no row is live
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    made.output = self._step.run(made.inputs)
             made.graph = graph
         self._captured[rows] = made
         return made
@@ -234,7 +236,8 @@ class DeviceV41(DeepseekV41):
             drafter = self.drafter.device_drafter
         loop = DeviceLoop(self._step, settings, sequences=sequences, width=width, drafter=drafter)
         if self._graphs:
-            loop.capture()
+            with enough_memory():
+                loop.capture()
         return loop
 
     def synchronize(self) -> None:
@@ -250,6 +253,20 @@ class DeviceV41(DeepseekV41):
     def rebuild_windows(self, state: SequenceState, *, feed_drafter: bool = False) -> None:
         """Not there yet: a snapshot cannot be continued on a GPU."""
         raise ConfigError("windows cannot be rebuilt on a GPU yet; switch the KV cache off")
+
+
+@contextlib.contextmanager
+def enough_memory() -> Generator[None]:
+    """EngineError, which says what to do, in place of torch's own where memory runs out."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        torch.cuda.empty_cache()
+        reason = str(error).partition(". ")[0][:200]
+        raise EngineError(
+            f"the GPU's memory ran out while a step was captured ({reason}): lower max_context, "
+            "max_running or state_memory"
+        ) from error
 
 
 def _pieces(

@@ -12,6 +12,7 @@ from deepdraft.config import EngineConfig
 from deepdraft.engine import gpu_runner
 from deepdraft.engine.dummy import DummyWeights, dummy_args
 from deepdraft.errors import ConfigError
+from deepdraft.text.tokenizer import Tokenizer
 from tests.step import tiny
 
 PUBLISHED = Path(__file__).parents[1] / "checkpoint" / "data" / "v41-config.json"
@@ -85,3 +86,24 @@ def test_dummy_weights_are_seeded_by_name_and_hold_no_nan():
         for n, e in one.table.items()
         if e.format != "scale"
     )
+
+
+def test_dummy_weights_need_no_shards(tmp_path):
+    """config.json and the tokenizer are enough; what runs has its own random bytes."""
+    (tmp_path / "config.json").write_text(PUBLISHED.read_text())
+    sizes = gpu_runner.Sizes(tmp_path)
+    assert sizes.args.num_hidden_layers == 40
+    demo = Path(gpu_runner.__file__).parents[1] / "demo" / "checkpoint"
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((demo / name).read_bytes())
+    runner = gpu_runner.GpuRunner.from_checkpoint(
+        gpu_runner.Sizes(tmp_path),
+        Tokenizer.load(tmp_path),
+        max_context=64,
+        drafter=True,
+        dummy=True,
+        expert_pool=4,
+        device="cpu",
+    )
+    assert runner.model.args.n_routed_experts == 4 and runner.block_size == 5
+    assert runner.model.weights.layers[0].experts.w13.values.shape[0] == 4
