@@ -52,7 +52,6 @@ def test_a_gpu_that_cannot_run_the_model_is_refused_with_what_would(gpu, monkeyp
     [
         ({"device": "cuda"}, "engine.numerics must be"),
         ({"device": "cuda", "numerics": "quant", "prefill": "encoder"}, "engine.prefill must be"),
-        ({"device": "cuda", "numerics": "quant", "tp": 2}, "engine.tp must be"),
         ({"load": "dummy"}, "engine.load must be checkpoint on a CPU"),
         ({"device": "tpu"}, "engine.device must be one of cpu, cuda"),
         ({"expert_pool": 0}, "engine.expert_pool must be"),
