@@ -135,6 +135,24 @@ class Published:
         }  # fmt: skip
         return result
 
+    def masked(self, rows: int, experts: int) -> dict:
+        """A host that masks every row between the layers and the choice, and reads each report."""
+        loop = self.bench.loop(rows, experts, masked=True)
+        allowed = torch.rand(self.shape.vocab_size) < 0.5
+        loop.skip_reports()
+        times = []
+        for _ in range(30):
+            begin = time.perf_counter()
+            loop.launch_layers()
+            for row in range(rows):
+                loop.set_mask(row, allowed)
+            loop.launch_end()
+            while loop.num_waiting == 0:
+                pass
+            loop.read()
+            times.append(1e3 * (time.perf_counter() - begin))
+        return {"wall_ms": round(sorted(times)[15], 4)}
+
     def profile(self, rows: int, experts: int) -> dict:
         """Time on the device by kernel."""
         loop = self.bench.loop(rows, experts)
@@ -216,6 +234,7 @@ def run(args: argparse.Namespace, results: Results, wait: Any) -> None:
         results.stage(f"layers {name}", lambda r=rows, e=experts: p.layers(r, e))
         results.stage(f"whole {name}", lambda r=rows, e=experts: p.whole(r, e))
     results.stage("profile rows 6 experts 22", lambda: p.profile(6, 22))
+    results.stage("masked rows 6 experts 22", lambda: p.masked(6, 22))
     results.stage("published_rows", p.rows_equal)
     results.stage("published_accepts", p.accepts, needs=20)
     for rows, experts in ROWS[2:]:

@@ -143,7 +143,7 @@ class StepBench:
         self.rng = np.random.default_rng(seed)
         self.inputs: RowInputs | None = None
 
-    def loop(self, width: int, experts: int | None) -> DeviceLoop:
+    def loop(self, width: int, experts: int | None, *, masked: bool = False) -> DeviceLoop:
         """The whole step of one sequence, `width` rows, captured and at its context."""
         self.set_rows(width, experts)
         loop = DeviceLoop(
@@ -152,6 +152,7 @@ class StepBench:
             sequences=1,
             width=width,
             drafter=DeviceDrafter(self.weights, self.caches) if width > 1 else None,
+            masked=masked,
         )
         loop.set_slots([0])
         if self.device.type == "cuda":
