@@ -36,7 +36,7 @@ class Pair:
         self.model = DeepseekV41(self.args, checkpoint, token_map, numerics="quant")
         self.weights = load_weights(self.args, checkpoint, token_map, device=device)
         self.caches = DeviceCaches(
-            self.args, num_sequences=slots, max_tokens=max_tokens, spare=16, device=device
+            self.args, num_sequences=slots, max_tokens=max_tokens, spare=64, device=device
         )
         self.step = DeviceStep(self.weights, self.caches)
 
@@ -63,7 +63,7 @@ def row_checks(pair: Pair, text: list[int], rows: int) -> dict:
     base = step_logits(pair.step, text, [8] * n, slot=0)
     result: dict[str, object] = {"tokens": n}
     wrong = []
-    for size in (1, 2, 3, 4, 6, 8, 16)[:rows]:
+    for size in (1, 2, 3, 4, 6, 8, 16, 64)[:rows]:
         again = step_logits(pair.step, text, [size] * n, slot=1)
         if not bits_equal(base, again):
             first = int((base != again).any(1).nonzero()[0])
@@ -131,7 +131,7 @@ def child_golden(args: argparse.Namespace, results: Results) -> None:
         "logits",
         lambda: device_check.compare_logits(pair.model, pair.step, text[: n * 2]).summary(),
     )
-    results.stage("rows", lambda: row_checks(pair, text[: 8 if dry else 121], 1 if dry else 7))
+    results.stage("rows", lambda: row_checks(pair, text[: 8 if dry else 121], 1 if dry else 8))
     if not dry:
         long = (text * 6)[:600]
         results.stage(
@@ -147,7 +147,7 @@ def child_golden(args: argparse.Namespace, results: Results) -> None:
 
         # Once more with kernels that start while their predecessors end.
         runtime.use_programmatic_launch(True)
-        results.stage("rows_pdl", lambda: row_checks(pair, text[:121], 7))
+        results.stage("rows_pdl", lambda: row_checks(pair, text[:121], 8))
         results.stage("drafted_T1_pdl", lambda: drafted_equals_plain(pair, text[:33], 960, 1.0))
 
 
