@@ -17,7 +17,7 @@ from torch import Tensor
 from deepdraft.arch import ModelArgs
 from deepdraft.checkpoint.families import load_model_args, model_table, unread_tensors
 from deepdraft.checkpoint.names import SKIP_RULES, Entry
-from deepdraft.checkpoint.shards import Nearest, Stored, check_headers, read_headers
+from deepdraft.checkpoint.shards import Nearest, Stored, check_headers, check_link, read_headers
 from deepdraft.errors import CheckpointError
 from deepdraft.quant.blocks import BLOCK, dequantize_fp8_block
 from deepdraft.quant.formats import (
@@ -87,6 +87,7 @@ class Checkpoint:
         config = path / "config.json"
         if not config.is_file():
             raise CheckpointError(f"{path} has no config.json; is it a checkpoint's directory?")
+        check_link(path, config)
         args = load_model_args(config, accept_unknown=accept_unknown)
         found = read_headers(path)
         table = model_table(args, found.stored)

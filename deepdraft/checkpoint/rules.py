@@ -180,6 +180,19 @@ def _experts(args: V41Args) -> Iterator[str]:
                 f"{total} = {getattr(args, total)}"
             )
 
+    count = 3 * (
+        args.num_hidden_layers * args.n_routed_experts
+        + args.num_nextn_predict_layers * args.dspark_n_routed_experts
+    )
+    if count > _MAX_EXPERT_TENSORS:
+        yield (
+            f"text_config.n_routed_experts = {args.n_routed_experts} with num_hidden_layers = "
+            f"{args.num_hidden_layers}, and dspark_n_routed_experts = "
+            f"{args.dspark_n_routed_experts} with num_nextn_predict_layers = "
+            f"{args.num_nextn_predict_layers}, make {count} expert tensors; supported: at most "
+            f"{_MAX_EXPERT_TENSORS}"
+        )
+
 
 def _engram(args: V41Args) -> Iterator[str]:
     yield from _layer_ids(args, "engram_layer_ids", empty=True)
@@ -213,6 +226,9 @@ def _engram(args: V41Args) -> Iterator[str]:
 
 
 _MAX_HASHES = 4096
+_MAX_EXPERT_TENSORS = 500_000
+"""Several times what the largest published model has; bounds the table of tensors."""
+_MAX_VISION_LAYERS = 1024
 
 
 def _drafter(args: V41Args) -> Iterator[str]:
@@ -235,6 +251,12 @@ def _vision(args: V41Args) -> Iterator[str]:
         if value < 1:
             yield f"vision_config.{name} = {value} must be at least 1"
             return
+    if sizes["num_hidden_layers"] > _MAX_VISION_LAYERS:
+        yield (
+            f"vision_config.num_hidden_layers = {sizes['num_hidden_layers']} must be at most "
+            f"{_MAX_VISION_LAYERS}"
+        )
+        return
     if sizes["hidden_size"] % sizes["num_attention_heads"]:
         yield (
             f"vision_config.num_attention_heads = {sizes['num_attention_heads']} must divide "

@@ -164,6 +164,8 @@ def find_shards(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
     """Shard files of a checkpoint directory, and the index's name -> file map if there is one."""
     files = sorted(p for p in directory.glob("*.safetensors") if p.is_file())
     index = directory / INDEX_NAME
+    for path in (*files, index):
+        check_link(directory, path)
     if not index.is_file():
         if not files:
             raise CheckpointError(f"{directory} holds no .safetensors file{_old_files(directory)}")
@@ -191,6 +193,27 @@ def find_shards(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
             f"{directory} holds {extra[0]}, which {INDEX_NAME} does not name; move it away"
         )
     return [directory / name for name in names], weight_map
+
+
+def check_link(directory: Path, path: Path) -> None:
+    """Raises CheckpointError for a symbolic link that leads out of the checkpoint's directory.
+
+    The layout of the hub's cache (snapshots/REVISION/FILE -> ../../blobs/HASH) is accepted.
+    """
+    if not path.is_symlink():
+        return
+    try:
+        home, real = directory.resolve(strict=True), path.resolve(strict=True)
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{path} is a link that leads nowhere or in a circle; replace it by the file"
+        ) from error
+    cached = home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs"
+    if not real.is_relative_to(home) and not cached:
+        raise CheckpointError(
+            f"{path} is a link out of the checkpoint's directory, to {real}; put the file itself "
+            "there, or give the directory that holds it"
+        )
 
 
 def _old_files(directory: Path) -> str:

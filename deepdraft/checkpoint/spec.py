@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -82,17 +82,22 @@ class ModelSpec:
 
     def replaced(self, key: str, value: Any) -> ModelSpec:
         """With one key (a dotted path) set, or taken away by None. Raises ConfigError."""
+        return self.with_keys({key: value})
+
+    def with_keys(self, changes: Mapping[str, Any]) -> ModelSpec:
+        """With several keys set at once, as `replaced`. Raises ConfigError."""
         config = copy.deepcopy(self.config)
-        *parents, last = key.split(".")
-        place = config
-        for part in parents:
-            place = place.setdefault(part, {})
-            if not isinstance(place, dict):
-                raise ConfigError(f"{key}: {part} is no object here")
-        if value is None:
-            place.pop(last, None)
-        else:
-            place[last] = copy.deepcopy(value)
+        for key, value in changes.items():
+            *parents, last = key.split(".")
+            place = config
+            for part in parents:
+                place = place.setdefault(part, {})
+                if not isinstance(place, dict):
+                    raise ConfigError(f"{key}: {part} is no object here")
+            if value is None:
+                place.pop(last, None)
+            else:
+                place[last] = copy.deepcopy(value)
         return ModelSpec(config, parse_model_args(config))
 
     @cached_property

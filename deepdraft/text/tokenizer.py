@@ -69,6 +69,8 @@ class Tokenizer:
                     f"{file} has {size} bytes; a tokenizer has at most {_MAX_FILE_BYTES}. "
                     "Is it another file?"
                 )
+            if not file.is_file():  # a pipe would be waited for
+                raise CheckpointError(f"{file} is not a plain file; put the tokenizer there.")
             spec = json.loads(file.read_bytes())
         except FileNotFoundError as error:
             raise CheckpointError(

@@ -22,6 +22,8 @@ from deepdraft.errors import ConfigError
 Stored_ = Mapping[str, Stored]
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _MAX_REPAIRS = 4
+_MAX_SEARCHED = 300_000
+"""Names up to which keys are tried: each try makes the table anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,8 @@ def find_repairs(spec: ModelSpec, stored: Stored_) -> tuple[list[Repair], ModelS
     """Keys to correct, the best first; the corrected spec, and the problems that are left."""
     accounts = account(spec, stored)
     repairs: list[Repair] = []
-    while accounts.count and len(repairs) < _MAX_REPAIRS:
+    small = len(stored) + len(accounts.table) <= _MAX_SEARCHED
+    while small and accounts.count and len(repairs) < _MAX_REPAIRS:
         best: tuple[int, Repair, ModelSpec, Accounts] | None = None
         for key, shown, evidence in shown_by_files(spec, stored):
             configured = _lookup(spec.config, key)

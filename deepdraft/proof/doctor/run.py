@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from deepdraft.checkpoint.section import read_config
-from deepdraft.errors import ConfigError
+from deepdraft.errors import CheckpointError, ConfigError
 from deepdraft.proof.doctor.engines import ENGINES, engine_checks
 from deepdraft.proof.doctor.finding import Finding, Report, render, sort_findings
 from deepdraft.proof.doctor.static import Facts, static_checks
@@ -50,6 +50,8 @@ def examine(
     if engine not in ENGINES:
         raise ConfigError(f"engine {engine!r} is not known; known: {', '.join(ENGINES)}")
     path, accept = Path(checkpoint), tuple(accept_keys)
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a directory; give the checkpoint's directory")
     report = Report(str(path), engine)
 
     def timed(name: str, check: Callable[[], Iterable[Finding]]) -> None:
@@ -95,8 +97,6 @@ def _skipped(facts: Facts, static_only: bool, full: bool) -> dict[str, str]:
 
 
 def _tokenizer(path: Path) -> Iterable[Finding]:
-    if not path.is_dir():
-        return ()
     from deepdraft.proof.doctor.dynamic import tokenizer_checks
 
     return tokenizer_checks(path)

@@ -15,7 +15,7 @@ from typing import Any
 
 from deepdraft.arch import V4Args, V41Args
 from deepdraft.checkpoint.section import read_config, show
-from deepdraft.checkpoint.shards import Found, Nearest, read_headers
+from deepdraft.checkpoint.shards import Found, Nearest, check_link, read_headers
 from deepdraft.checkpoint.spec import ModelSpec
 from deepdraft.errors import CheckpointError, ConfigError
 from deepdraft.proof.doctor.accounting import Accounts, by_group, find_repairs
@@ -69,11 +69,13 @@ def static_checks(path: Path, *, accept_unknown: Iterable[str] = ()) -> Facts:
 
 def _config(facts: Facts, accept_unknown: Iterable[str]) -> Iterator[Finding]:
     file = facts.path / "config.json"
-    if not facts.path.is_dir():
-        yield _broken("files", str(facts.path), "it is not a directory", "give the checkpoint's")
-        return
     if not file.is_file():
         yield _broken("config", "config.json", "there is no config.json", "download it too")
+        return
+    try:
+        check_link(facts.path, file)
+    except CheckpointError as error:
+        yield _broken("config", "config.json", error.message, "put the file itself there")
         return
     try:
         config = read_config(file)
@@ -84,13 +86,11 @@ def _config(facts: Facts, accept_unknown: Iterable[str]) -> Iterator[Finding]:
 
 def _key_of(error: ConfigError) -> str:
     """The key that a message begins with."""
-    found = _KEY.match(error.message)
-    key = found.group() if found else ""
-    if ": " in error.message and not key.count("_") and "." not in key:
-        # "config.json has keys that are not known ...: KEY = value"
-        tail = _KEY.match(error.message.split(": ", 1)[1])
-        key = tail.group() if tail else key
-    return key or "config.json"
+    message = error.message
+    if message.startswith("config.json has keys that are not known"):
+        message = message.split(": ", 1)[-1]
+    found = _KEY.match(message)
+    return found.group() if found else "config.json"
 
 
 def _broken(check: str, cause: str, what: str, fix: str) -> Finding:
@@ -101,8 +101,6 @@ def _broken(check: str, cause: str, what: str, fix: str) -> Finding:
 
 
 def _files(facts: Facts) -> Iterator[Finding]:
-    if not facts.path.is_dir():
-        return
     try:
         facts.found = read_headers(facts.path)
     except CheckpointError as error:
@@ -322,7 +320,7 @@ def _rotation(spec: ModelSpec) -> Iterator[Finding]:
 def _tokenizer(path: Path, spec: ModelSpec) -> Iterator[Finding]:
     """Ids of the tokenizer against the rows of the embedding, from the file's JSON alone."""
     args: Any = spec.args
-    ids = _token_ids(path / "tokenizer.json")
+    ids = _token_ids(path)
     if isinstance(ids, str):
         fix = "fetch the tokenizer.json that was published with the weights"
         yield Finding("tokenizer", "tokenizer.json", ids, "", fix)
@@ -366,14 +364,20 @@ def _tokenizer(path: Path, spec: ModelSpec) -> Iterator[Finding]:
         )
 
 
-def _token_ids(file: Path) -> dict[str, int] | str:
-    """Token -> id, or what is wrong with the file."""
+def _token_ids(directory: Path) -> dict[str, int] | str:
+    """Token -> id, or what is wrong with tokenizer.json."""
+    file = directory / "tokenizer.json"
     try:
+        check_link(directory, file)
+        if file.exists() and not file.is_file():
+            return f"{file} is not a plain file"
         if file.stat().st_size > _MAX_TOKENIZER_BYTES:
             return f"{file} is larger than {_MAX_TOKENIZER_BYTES} bytes; is it another file?"
         spec = json.loads(file.read_bytes())
         ids = dict(spec["model"]["vocab"])
         ids |= {token["content"]: token["id"] for token in spec.get("added_tokens", [])}
+    except CheckpointError as error:
+        return error.message
     except FileNotFoundError:
         return f"{file} is missing; text can be neither read nor written without it"
     except OSError as error:
@@ -390,7 +394,7 @@ def _token_ids(file: Path) -> dict[str, int] | str:
 def _json(file: Path) -> dict[str, Any]:
     """A small JSON object, {} where it is absent or unreadable: such files are optional."""
     try:
-        if file.stat().st_size > _MAX_JSON_BYTES:
+        if not file.is_file() or file.stat().st_size > _MAX_JSON_BYTES:
             return {}
         values = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -68,13 +68,10 @@ def group_repairs(target: Target) -> Iterator[Repair]:
             if experts % groups or kept >= groups:
                 continue
             changes: dict[str, Any] = {"n_group": groups, "topk_group": kept}
-            spec = target.spec
             if isinstance(args, DeepseekV2Args):
                 changes["topk_method"] = "group_limited_greedy"
             try:
-                # Through one group, so that no step in between is refused.
-                for key, value in {"topk_group": 1, **changes}.items():
-                    spec = spec.replaced(key, value)
+                spec = target.spec.with_keys(changes)
             except ConfigError:
                 continue
             if spec.differences(target.spec):
