@@ -53,7 +53,7 @@ def document(num_chars: int, seed: int) -> str:
             )
         parts.append(line)
         length += len(line)
-    return f"Notes {seed}. " + "".join(parts)[:num_chars].strip()
+    return f"{rng.getrandbits(64):016x}: notes. " + "".join(parts)[:num_chars].strip()
 
 
 def chars_for(num_tokens: int, chars_a_token: float = _CHARS_A_TOKEN) -> int:
