@@ -45,6 +45,11 @@ from deepdraft.types import Origin, Rule, StepTrace
 
 HOPELESS = 0.05
 """A draft less likely to stand than this is worth no row on any machine; by cost, drafting ends."""
+CROWD = 4
+"""So many requests at once try drafts together: drafts for one take nearly half as long as for
+many."""
+BEGIN_TOGETHER = 8
+"""A request in a crowd has its first drafts where the count of steps is a multiple of this."""
 MAX_STEP_ROWS = 96
 """Rows of one step; up to so many are proven to have the same bits alone and together."""
 
@@ -275,6 +280,10 @@ class Speculator:
         blocks = [Block(request) for request in requests]
         wanting = [b for b in blocks if b.error is None and self._most_drafts(b.request)]
         if self._by_cost:
+            if len(requests) >= CROWD:
+                for request in requests:
+                    if not request.record.histogram:
+                        request.gate.rest(-self._steps % BEGIN_TOGETHER)
             wanting = [block for block in wanting if block.request.gate.wants_draft()]
         if wanting:
             self._fill(self._begin(wanting))
@@ -505,8 +514,7 @@ class Speculator:
         if not self._by_cost or self.options.costs is None:
             return
         self._steps += 1
-        # Requests that run together try again together: a draft for all costs little more than one.
-        phase = self._steps if len(blocks) > 1 else None
+        phase = self._steps if len(blocks) >= CROWD else None
         sampled = any(b.request.source.sampling.temperature for b in blocks)
         table = self.options.costs.sampled() if sampled else self.options.costs.verify
         load = float(len(blocks))

@@ -300,6 +300,10 @@ class DraftGate:
         self._seen = 0
         self._tokens = self._ms = self._plain_ms = 0.0
 
+    def rest(self, num_steps: int) -> None:
+        """Pauses now, for so many steps."""
+        self._resting = num_steps
+
     def wants_draft(self) -> bool:
         """Asked once a step."""
         if self._resting:
@@ -313,8 +317,8 @@ class DraftGate:
         """A drafted step: its tokens (or what is expected of them), its whole time, and the time
         that a plain step takes now.
 
-        `phase`: a count of steps that several gates share. A pause is then made longer or shorter,
-        by half at most, so that it ends where the count is a multiple of it.
+        `phase`: a count of steps that several gates share. A pause is then twice as long, and made
+        longer or shorter, by half at most, so that it ends where the count is a multiple of it.
         """
         self._seen += 1
         self._tokens = self.decay * self._tokens + num_tokens
@@ -328,8 +332,9 @@ class DraftGate:
             return
         self._resting = self._pause
         if phase is not None:
-            late = (phase + self._pause) % self._pause
-            self._resting += self._pause - late if 2 * late > self._pause else -late
+            pause = 2 * self._pause
+            late = phase % pause
+            self._resting = 2 * pause - late if 2 * late > pause else pause - late
         self._pause = min(2 * self._pause, self.longest_pause)
         self._seen = 0
         self._tokens = self._ms = self._plain_ms = 0.0

@@ -372,8 +372,8 @@ def test_gates_that_share_steps_try_again_together() -> None:
             while not gate.wants_draft():
                 asked += 1
             step += asked
-            ends.append((step - 1) % pause)
-            assert pause / 2 <= asked - 1 <= 3 * pause / 2
+            ends.append((step - 1) % (2 * pause))
+            assert pause <= asked - 1 <= 3 * pause
             gate._resting = 0
             step -= 1
         assert ends == [0] * 4, begin

@@ -1,0 +1,76 @@
+"""Drafting by cost for many requests at once, reckoned in the cost table's milliseconds."""
+
+import pytest
+
+from deepdraft.engine.speculate import Block, Speculation, Speculator
+from deepdraft.spec.costs import CostTable, StepCosts
+from deepdraft.types import SamplingParams
+
+from .fake import DraftingRunner
+from .test_engine import answer, ask, serving
+
+STREAMS = 16
+# As measured with the demo model on two busy cores: a sequence costs more than a row, and drafts
+# for one nearly half as much as for sixteen.
+COSTS = StepCosts(
+    verify=CostTable(
+        rows=(1, 6, 16, 48, 96),
+        loads=(1.0, 16.0),
+        ms=((9.4, 15.6, 17.8, 21.0, 25.7), (21.9, 21.9, 21.9, 31.8, 50.0)),
+    ),
+    draft=CostTable(rows=(1, 4, 16), ms=((4.2, 5.5, 9.4),)),
+)
+
+
+def of_plain(
+    error: float, monkeypatch: pytest.MonkeyPatch, *, sure: float = 3.0, num_tokens: int = 300
+) -> float:
+    """Tokens per ms of sixteen streams drafted by cost, as a part of what plain decoding gives."""
+    spent, tokens = 0.0, 0
+    learn = Speculator.learn
+
+    def count(self: Speculator, blocks: list[Block], accepted: list[int], ms: float) -> None:
+        nonlocal spent, tokens
+        rows = sum(len(block.rows) for block in blocks)
+        if len(blocks) == STREAMS:  # neither the first nor the last few steps
+            spent += COSTS.verify.step_ms(rows, len(blocks)) + self._draft_ms(blocks)
+            tokens += sum(accepted) + len(blocks)
+        learn(self, blocks, accepted, ms)
+
+    monkeypatch.setattr(Speculator, "learn", count)
+    runner = DraftingRunner(strength=0.0, error=error, max_tokens=1000, max_step_rows=96)
+    runner.confidence = sure
+    options = Speculation(costs=COSTS)
+    with serving(runner, speculation=options, max_running=STREAMS) as engine:
+        streams = [
+            engine.generate(
+                ask(
+                    str(i),
+                    (i + 2, 3, 4),
+                    sampling=SamplingParams(seed=i, temperature=0.8),
+                    max_new_tokens=num_tokens,
+                    stop_token_ids=frozenset(),
+                )
+            )
+            for i in range(STREAMS)
+        ]
+        for stream in streams:
+            assert len(answer(stream)[0]) == num_tokens
+    assert tokens > 0.5 * STREAMS * num_tokens
+    return tokens / spent * COSTS.verify.step_ms(STREAMS, STREAMS) / STREAMS
+
+
+@pytest.mark.parametrize(("sure", "least"), [(3.0, 0.97), (0.0, 0.975)])
+def test_a_hopeless_drafter_costs_little(
+    sure: float, least: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Quite sure of its drafts, or in doubt: none stands."""
+    assert of_plain(40.0, monkeypatch, sure=sure) > least
+
+
+def test_a_good_drafter_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert of_plain(0.0, monkeypatch) > 1.3
+
+
+def test_a_drafter_in_between_does_not_lose(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert of_plain(1.0, monkeypatch) > 0.97
