@@ -26,6 +26,9 @@ from deepdraft.parallel.rank import Rank
 from deepdraft.parallel.shards import Shards
 from deepdraft.text.tokenizer import Tokenizer
 
+_WORK_BYTES = 2 << 30
+"""Left for captured steps and what a step makes."""
+
 
 class GpuRankRunner(GpuRunner):
     """One of several ranks. It does not run ahead of the host: the ranks take call by call."""
@@ -85,11 +88,20 @@ def open_gpu_rank(
         joins = RankJoins(exchange, _own_tables(args, shards))
         model = DeviceV41(args, source, token_map, device=device, drafter=drafter, joins=joins)
     kind = GpuRankRunner if me.rank else GpuLeadRunner
-    runner = kind(model, **more)
+    runner = kind(model, **(more | {"state_bytes": _room(group, more.get("state_bytes"))}))
     runner.exchange = exchange
     if isinstance(runner, GpuLeadRunner):
         runner.lead(me, runner.check_exchanges)
     return runner
+
+
+def _room(group: ProcessGroup, wanted: int | None) -> int:
+    """Bytes for the state of sequences: what the fullest GPU has left, so that all ranks open and
+    refuse alike."""
+    free = torch.cuda.mem_get_info()[0] - _WORK_BYTES
+    rooms = group.gather(torch.tensor([free], device=torch.cuda.current_device()))
+    room = min(int(r) for r in rooms)
+    return room if wanted is None else min(wanted, room)
 
 
 def _own_tables(args: Any, shards: Shards) -> list[OwnTables]:

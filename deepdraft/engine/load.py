@@ -111,6 +111,10 @@ def load_runner(
     from deepdraft.engine.runner import Runner
 
     torch.set_num_threads(options.threads or _default_threads(path, torch.get_num_threads()))
+    if rank is None and options.tp > 1:
+        raise ConfigError(
+            f"--tp {options.tp} belongs to `deepdraft serve`; start a server, then ask it by --url"
+        )
     number, size = (0, 1) if rank is None else (rank.rank, rank.size)
     if options.load == "dummy":
         from deepdraft.engine.gpu_runner import Sizes

@@ -19,7 +19,7 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from deepdraft.errors import DeepdraftError, RankError
+from deepdraft.errors import ConfigError, DeepdraftError, RankError
 from deepdraft.parallel.rank import PAGE_BYTES, VARIABLE, Health, read_page
 
 POLL_S = 0.05
@@ -92,6 +92,8 @@ def run_ranks(
     closes their pipes. Raises RankError when a rank dies, fails or hangs; by then all are gone. To
     be called on the main thread.
     """
+    if not hasattr(os, "memfd_create"):
+        raise ConfigError("several ranks (--tp) need Linux; run with --tp 1 here")
     limits = limits or Limits()
     with _started(command, size, os.environ if env is None else env) as (pages, ranks):
         handlers = {

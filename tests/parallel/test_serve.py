@@ -119,9 +119,9 @@ def test_a_rank_killed_while_an_answer_grows(model, tmp_path):
 
 
 def test_what_cannot_be_split_is_told_before_any_rank_starts(model, tmp_path):
-    def refusal(*arguments: object) -> str:
-        command = [sys.executable, "-m", "deepdraft.cli.main", "serve", *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    def refusal(*arguments: object, command: str = "serve") -> str:
+        program = [sys.executable, "-m", "deepdraft.cli.main", command, *map(str, arguments)]
+        done = subprocess.run(program, capture_output=True, text=True, timeout=60)
         assert done.returncode == 2, done.stderr
         (line,) = done.stderr.splitlines()
         return line
@@ -132,6 +132,8 @@ def test_what_cannot_be_split_is_told_before_any_rank_starts(model, tmp_path):
     assert "o_groups = 2" in (told := refusal(model, "--tp", 4)) and "work: 1, 2" in told
     assert "engine.tp must be an integer >= 1, got 0" in refusal(model, "--tp", 0)
     assert "not kept with --tp yet" in refusal(model, "--tp", 2, "--kv-spill", tmp_path)
+    told = refusal(model, "--tp", 2, "-p", "hello", command="generate")
+    assert "--tp 2 belongs to `deepdraft serve`" in told
     gpu = ("--tp", 2, "--device", "cuda", "--numerics", "quant")
     assert "no NVIDIA driver; run with --device cpu" in refusal(model, *gpu)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
