@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 HOST ?= 127.0.0.1
 PORT ?= 8000
 
-.PHONY: setup setup-test serve test test-full check clean constraints
+.PHONY: setup setup-test serve test test-full test-clients check clean constraints
 
 # A torch in 2.11..2.14 that is already there is kept; otherwise the CPU-sized pin goes in first, so
 # that no later requirement pulls in a CUDA build of several GB.
@@ -44,6 +44,17 @@ test: setup-test
 
 test-full: setup-test
 	$(BIN)/pytest -q -m 'not gpu'
+
+# Clients that are too heavy for the test environment (440 MB), in one of their own.
+CLIENTS := build/clients
+$(CLIENTS)/.installed:
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/pip install --quiet pytest 'litellm>=1.110,<2' 'langchain-deepseek>=1.1,<2'
+	@touch $@
+
+test-clients: setup-test $(CLIENTS)/.installed
+	DEEPDRAFT_PYTHON=$(abspath $(BIN)/python) OMP_NUM_THREADS=1 \
+		$(CLIENTS)/bin/python -m pytest -q -c /dev/null --rootdir . tests/clients
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
