@@ -125,7 +125,11 @@ def test_with_the_anthropic_sdk(make_live: Callable[..., Live]) -> None:
     answer: Any = None
     for _ in range(6):
         with client.messages.stream(
-            model="toy", messages=messages, tools=tools, max_tokens=3000, temperature=0
+            model="toy",
+            messages=messages,
+            tools=tools,
+            max_tokens=3000,
+            extra_body={"temperature": 0},
         ) as stream:
             answer = stream.get_final_message()
         messages.append({"role": "assistant", "content": answer.content})  # type: ignore[dict-item]
