@@ -11,9 +11,11 @@ from deepdraft.kernels import (
     attention,
     cache,
     engram,
+    filters,
     gemv,
     index,
     layout,
+    markov,
     mhc,
     moe,
     routing,
@@ -131,6 +133,33 @@ def sass_cases() -> Iterator[SassCase]:
     one = meta(8, dtype=torch.int64)
     temperature = meta(8, dtype=torch.float64)
     yield SassCase("tokens", lambda: sample.pick_tokens(floats(8, 129280), temperature, one, one))
+    yield SassCase("tokens under settings", filtered)
+    yield SassCase(
+        "log-probabilities", lambda: filters.token_logprobs(floats(8, 129280), ints(8), listed=20)
+    )
+    yield SassCase("markov rounds", drafted)
+
+
+def filtered() -> object:
+    doubles = meta(4, 129280, dtype=torch.float64)
+    settings = filters.Settings(
+        meta(4, 6, dtype=torch.float64), meta(4, 3, dtype=torch.int64), meta(4, dtype=torch.int64),
+        ints(4, 129280), meta(4, 129280), doubles,
+    )  # fmt: skip
+    picked = filters.pick_filtered(
+        floats(8, 129280), ints(8), ints(8), ints(8), settings, width=4, cut=True,
+        mask=meta(8, 129280),
+    )  # fmt: skip
+    return filters.count_tokens(picked, ints(8), ints(8), settings)
+
+
+def drafted() -> object:
+    halves = meta(129280, 256, dtype=torch.bfloat16)
+    return markov.markov_rounds(
+        floats(8, 129280), halves, fake_tiled("bf16", 129280, 256),
+        meta(8, 5120, dtype=torch.bfloat16), floats(5376), ints(1), ints(1), ints(8),
+        meta(4, dtype=torch.float64), meta(4, dtype=torch.int64), block=5, width=6,
+    )  # fmt: skip
 
 
 def select(entries: int) -> object:

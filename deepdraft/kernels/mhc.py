@@ -136,9 +136,9 @@ def boundary_kernel(
     d = tl.arange(0, BLOCK)
     inside = d < D
     x_ptr += wide * S * D
+    y, h = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     if EXPAND:
         y = sublayer_output(y_ptr, shared_ptr, wide, d, inside, D, K)
-    h = tl.zeros((BLOCK,), tl.float32)
     for b in tl.static_range(S):
         if EXPAND:
             stream = tl.load(coef_ptr + S + b) * y
