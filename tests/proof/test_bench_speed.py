@@ -27,7 +27,7 @@ PLAN = Plan(
     tokens=24,
     tetris_tokens=60,
     classes=("facts", "chat with thinking", "long context"),
-    prefill=(40, 200),
+    prefill=(100, 300),
     concurrency=(1, 3),
     long_tokens=300,
 )
@@ -64,7 +64,7 @@ def test_what_is_measured(record: dict[str, Any]) -> None:
     facts = classes["facts"]["by_target"]["toy 0"]
     assert facts["answers"] == 2 * 4 and facts["tokens"] == 2 * 4 * 24
     assert facts["first_token_ms"]["min"] > 0 and facts["gap_ms"]["n"] > 8
-    for row, wanted in zip(record["prefill"], (40, 200), strict=True):
+    for row, wanted in zip(record["prefill"], (100, 300), strict=True):
         seen = row["by_target"]["toy 0"]
         assert seen["cached_tokens"] == 0
         assert seen["prompt_tokens"]["p50"] == pytest.approx(wanted, rel=0.6)
@@ -251,7 +251,7 @@ def test_compare(record: dict[str, Any]) -> None:
     assert changes["classes / facts / toy 0 / tokens_per_s"].ratio == pytest.approx(100, rel=0.01)
     assert changes["classes / facts / toy 0 / first_token_ms"].verdict == "worse"
     assert changes["classes / facts / toy 0 / accepted_length"].verdict == "same"
-    assert changes["prefill / 40 / toy 1 / first_token_ms"].verdict == "within the spread"
+    assert changes["prefill / 100 / toy 1 / first_token_ms"].verdict == "within the spread"
     assert not any("seconds" in name or "settings" in name for name in changes)
     after["machine"]["cpu"] = "another"
     assert compare.differing_conditions(record, after) == ["machine cpu: x <y> and another"]
