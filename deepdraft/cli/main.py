@@ -17,6 +17,7 @@ from deepdraft.errors import DeepdraftError
 # Name: module, attribute, and the line that --help shows without importing the module.
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "serve": ("deepdraft.cli.serve", "serve", "Serve a model over HTTP."),
+    "top": ("deepdraft.cli.top", "top", "Show what a server does now."),
     "chat": ("deepdraft.cli.chat", "chat", "Talk to a model in the terminal."),
     "generate": ("deepdraft.cli.tools", "generate", "Answer one prompt and print it."),
     "inspect": ("deepdraft.cli.tools", "inspect", "Show what a checkpoint or config.json holds."),
