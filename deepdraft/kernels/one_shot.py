@@ -100,7 +100,7 @@ def send(
     for step in tl.static_range(1, SIZE):
         box = tl.load(boxes_ptr + (RANK + step) % SIZE).to(tl.pointer_type(tl.int64))
         put_word(box + ((tag & 1) * SIZE + RANK) * CAPACITY + at, word, inside)
-    bad = inside & ((x - x) != 0.0)  # NaN or infinity
+    bad = inside & ((bits & 0x7F800000) == 0x7F800000)  # NaN or infinity
     if LIVE:  # rows that only fill a tile may hold anything
         bad &= tl.load(positions_ptr + at // WIDTH, mask=inside, other=-1) >= 0
     if tl.sum(bad.to(tl.int32), axis=0) > 0:
