@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from deepdraft.engine.fair import TenantLimits
 from deepdraft.engine.pace import Pace
 from deepdraft.engine.protocol import ModelRunner, ParkingRunner
 from deepdraft.engine.request import EventSink, Request
-from deepdraft.engine.reuse import Reuse
 from deepdraft.engine.sampler import Choice, Sampler
 from deepdraft.engine.scheduler import Limits, PrefillChunk, Scheduler
 from deepdraft.engine.speculate import Block, Outcome, Speculation, Speculator
@@ -33,6 +32,9 @@ from deepdraft.types import (
     TokenEvent,
     TokenLogprob,
 )
+
+if TYPE_CHECKING:  # the KV cache brings packages that a bare GPU host lacks
+    from deepdraft.engine.reuse import Reuse
 
 FATAL = (KeyboardInterrupt, SystemExit)
 """What ends the engine. Any other BaseException is the panic of a library written in Rust, and ends
@@ -65,7 +67,7 @@ class Engine:
         tenants: Mapping[str, TenantLimits] | None = None,
         tenant_default: TenantLimits | None = None,
         speculation: Speculation | None = None,
-        reuse: Reuse | None = None,
+        reuse: "Reuse | None" = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`prefill_chunk`: rows of a step, drafts aside. `max_stall_ms`: what a part of a prompt
