@@ -62,7 +62,8 @@ def expert_case(name: str, hidden: int, width: int, k: int = 6) -> list[SassCase
         b, g = plan.tile, cols // 32
         values = meta(384, rows // (2 * b), g, b, 32)
         scales = meta(384, rows // (2 * b), g, 2, b)
-        return layout.Tiled("fp4", rows, cols, plan, values, scales, meta(1, dtype=torch.int32))
+        arrivals = meta(rows // (2 * b) * 64, dtype=torch.int32)
+        return layout.Tiled("fp4", rows, cols, plan, values, scales, arrivals)
 
     w13, w2 = fake(2 * width, hidden), fake(hidden, width)
     x = gemv.QuantRows(meta(8, hidden), meta(hidden // 32, 8, dtype=torch.float32))

@@ -141,7 +141,7 @@ class Operands:
         tiles, groups = rows // (2 * plan.tile), cols // 32
         values = self.bytes(count, tiles, groups, plan.tile, 32)
         scales = self.scale_bytes(count, tiles, groups, 2, plan.tile)
-        arrivals = torch.zeros(tiles * 64, dtype=torch.int32, device=self.device)
+        arrivals = torch.zeros(tiles * 1024, dtype=torch.int32, device=self.device)
         return layout.Tiled("fp4", rows, cols, plan, values, scales, arrivals)
 
     def quantised(self, rows: int, cols: int) -> gemv.QuantRows:

@@ -32,7 +32,7 @@ class Plan:
     split: int
     warps: int
     stages: int = 4
-    ahead: int = 16384
+    ahead: int = 32768
     registers: int = 0
 
 

@@ -24,6 +24,7 @@ from deepdraft.kernels.runtime import (
     check,
     launch,
     next_power,
+    prefetch_l2,
     wait_for_inputs,
 )
 
@@ -245,14 +246,21 @@ def expert_up_kernel(
 @triton.jit
 def expert_down_kernel(
     w_ptr, ws_ptr, x_ptr, xs_ptr, part_ptr, arrive_ptr, experts_ptr, slots_ptr, y_ptr,
-    D, F, R, K, L,
+    D, F, R, K, L, AHEAD,
     TILE: tl.constexpr, P: tl.constexpr, SPLIT: tl.constexpr, T: tl.constexpr,
     MASKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(PDL)
     place, row_tile = tl.program_id(1), tl.program_id(2)
     tile, part = tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT
     tiles = tl.num_programs(0) // SPLIT
+    if PDL:
+        # The list is older than the kernel before this one; what is read here moves bytes only.
+        early = tl.load(experts_ptr + row_tile * L + place, cache_modifier=".cg")
+        if early >= 0:
+            first = (F // 32 * part // SPLIT) * TILE * 32
+            start = (early * tiles + tile).to(tl.int64) * F * TILE + first
+            prefetch_l2(w_ptr + start, min(F * TILE // SPLIT // 16 * 16, AHEAD))
+    wait_for_inputs(PDL)
     expert = tl.load(experts_ptr + row_tile * L + place)
     if expert < 0:
         return
@@ -371,7 +379,7 @@ def routed_down(h: QuantRows, listed: ExpertList, w2: Tiled, *, picks: int) -> T
     launch(
         expert_down_kernel, grid,
         w2.values, w2.scales, h.codes, h.scales, parts, w2.arrivals, listed.experts, listed.slots,
-        y, hidden, width, rows, picks, listed.experts.shape[1], **_options(w2),
+        y, hidden, width, rows, picks, listed.experts.shape[1], w2.plan.ahead, **_options(w2),
     )  # fmt: skip
     return y
 
