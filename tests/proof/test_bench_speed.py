@@ -241,14 +241,17 @@ def test_compare(record: dict[str, Any]) -> None:
     after = copy.deepcopy(record)
     for change in compare.compare(record, after):
         assert change.verdict == "same" and change.ratio in (1, None)
-    facts = after["classes"][0]["by_target"]["toy 0"]
-    for key, factor in (("tokens_per_s", 100), ("first_token_ms", 100), ("accepted_length", 1.0)):
-        facts[key] = {k: v * (factor if k != "n" else 1) for k, v in facts[key].items()}
-    row = after["prefill"][0]["by_target"]["toy 1"]["first_token_ms"]
-    row["p50"] *= 1.001
+    before, facts = (r["classes"][0]["by_target"]["toy 0"] for r in (record, after))
+    for key, factor in (("tokens_per_s", 2), ("first_token_ms", 2), ("accepted_length", 1)):
+        spread = {"p10": 90.0, "p50": 100.0, "p90": 110.0}
+        before[key] |= spread
+        facts[key] |= {k: v * factor for k, v in spread.items()}
+    row = record["prefill"][0]["by_target"]["toy 1"]["first_token_ms"]
+    row |= {"p10": 1.0, "p50": 2.0, "p90": 3.0}
+    after["prefill"][0]["by_target"]["toy 1"]["first_token_ms"] |= {**row, "p50": 2.5}
     changes = {c.name: c for c in compare.compare(record, after)}
     assert changes["classes / facts / toy 0 / tokens_per_s"].verdict == "better"
-    assert changes["classes / facts / toy 0 / tokens_per_s"].ratio == pytest.approx(100, rel=0.01)
+    assert changes["classes / facts / toy 0 / tokens_per_s"].ratio == 2
     assert changes["classes / facts / toy 0 / first_token_ms"].verdict == "worse"
     assert changes["classes / facts / toy 0 / accepted_length"].verdict == "same"
     assert changes["prefill / 100 / toy 1 / first_token_ms"].verdict == "within the spread"
