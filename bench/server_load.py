@@ -3,6 +3,7 @@
     python bench/server_load.py soak [--minutes 10] [--streams 64]   faults, leaks, solo answers
     python bench/server_load.py throughput                          16 streams, 1, 16 undrafted
     python bench/server_load.py ttft                                first token at idle
+    python bench/server_load.py fairness                            one request beside 200 others
 
 Each prints one JSON object; --out FILE writes it too. The exit code is 1 where a limit is missed.
 """
@@ -346,9 +347,58 @@ async def ttft(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+# ---- fairness ------------------------------------------------------------------------------
+
+
+async def fairness(options: argparse.Namespace) -> dict[str, Any]:
+    """A tenant's single request, alone and behind 200 of another tenant; with 4 places, so that
+    nearly all of these wait."""
+    texts, rows = prompts(200), []
+    with server("--max-running", "4") as (url, _, log):
+
+        async def ask(text: str, user: str) -> float:
+            begin = time.perf_counter()
+            body = chat(text, options.tokens, user_id=user, ignore_eos=True)
+            (await client.post("/v1/chat/completions", json=body)).raise_for_status()
+            return time.perf_counter() - begin
+
+        limits = httpx.Limits(max_connections=300)
+        async with httpx.AsyncClient(base_url=url, timeout=3600, limits=limits) as client:
+            for k in range(options.repeats):
+                alone_s = await ask(f"Alone {k}.", "b")
+                crowd = [asyncio.ensure_future(ask(text, "a")) for text in texts]
+                await asyncio.sleep(3 * alone_s)
+                crowded_s = await ask(f"Crowded {k}.", "b")
+                left = sum(not task.done() for task in crowd)
+                for task in crowd:
+                    task.cancel()
+                await asyncio.gather(*crowd, return_exceptions=True)
+                rows.append({"alone_s": alone_s, "crowded_s": crowded_s, "others_left": left})
+                await asyncio.sleep(1)
+        # What a request of the crowd takes once it has a place.
+        spans = [
+            json.loads(x.split("request_end ", 1)[1])
+            for x in log.read_text().splitlines()
+            if "request_end " in x
+        ]
+        run_s = statistics.median(
+            (x["request_ms"] - x["queue_ms"]) / 1e3
+            for x in spans
+            if x["finish_reason"] == "length" and "queue_ms" in x
+        )
+    worst = max(row["crowded_s"] - row["alone_s"] for row in rows)
+    return {
+        "rows": [{k: round(v, 3) for k, v in row.items()} for row in rows],
+        "request_time_s": round(run_s, 3),
+        "worst_delay_s": round(worst, 3),
+        "delay_in_request_times": round(worst / run_s, 2),
+        "ok": worst <= 2 * run_s,
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("soak", "throughput", "ttft"))
+    parser.add_argument("what", choices=("soak", "throughput", "ttft", "fairness"))
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--seed", type=int, default=1)
@@ -358,7 +408,7 @@ def main() -> int:
     parser.add_argument("--words", type=int, default=9)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    run = {"soak": soak, "throughput": throughput, "ttft": ttft}[options.what]
+    run = {"soak": soak, "throughput": throughput, "ttft": ttft, "fairness": fairness}[options.what]
     found = asyncio.run(run(options))
     report = {
         "what": options.what,
