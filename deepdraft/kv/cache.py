@@ -33,7 +33,7 @@ from deepdraft.kv.plan import (
     best_first,
     plans,
 )
-from deepdraft.kv.prefix import PrefixIndex, common_prefix, token_bytes
+from deepdraft.kv.prefix import TOKEN_BYTES, PrefixIndex, common_prefix, token_bytes
 from deepdraft.kv.reuse import Hit, Resumed, WindowRebuilder, covers, label_of, match_of, worth
 from deepdraft.kv.settings import StoreSettings
 from deepdraft.kv.slab import Slab
@@ -446,12 +446,12 @@ class KvCache:
             raise
         return [c for c in chunks if c is not None]
 
-    def chunk_keys(self, tokens: list[int]) -> list[bytes]:
+    def chunk_keys(self, tokens: Sequence[int] | np.ndarray) -> list[bytes]:
         """Names of the whole chunks of a conversation: a hash chain over their tokens."""
-        size = self.settings.chunk_blocks * self.layout.block_tokens
-        keys, key = [], self._seed
-        for at in range(0, len(tokens) - size + 1, size):
-            key = digest(key + token_bytes(tokens[at : at + size]))
+        size = self.settings.chunk_blocks * self.layout.block_tokens * TOKEN_BYTES
+        keys, key, raw = [], self._seed, token_bytes(tokens)
+        for at in range(0, len(raw) - size + 1, size):
+            key = digest(key + raw[at : at + size])
             keys.append(key)
         return keys
 

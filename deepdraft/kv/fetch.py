@@ -349,7 +349,7 @@ class _Reading:
 def shorten(manifest: Manifest, token_ids: Sequence[int]) -> tuple[Manifest | None, list[int]]:
     """The part of a snapshot that a request can use, as a manifest of its own, and the places of
     its chunks in the whole one. Whole chunks only; None where nothing is shared."""
-    shared = common_prefix(token_bytes(manifest.token_ids), token_bytes(token_ids))
+    shared = common_prefix(token_bytes(manifest.token_array), token_bytes(token_ids))
     if not shared:
         return None, []
     size = manifest.chunk_blocks * manifest.layout.block_tokens

@@ -20,7 +20,7 @@ import numpy as np
 TOKEN_BYTES = 4
 
 
-def token_bytes(token_ids: Sequence[int]) -> bytes:
+def token_bytes(token_ids: Sequence[int] | np.ndarray) -> bytes:
     """Token ids as big-endian uint32."""
     return np.asarray(token_ids, dtype=">u4").tobytes()
 

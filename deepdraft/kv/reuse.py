@@ -66,7 +66,7 @@ def worth(info: Checkpoint) -> tuple[bool, bool, bool]:
 
 def match_of(manifest: Manifest, token_ids: Sequence[int]) -> Match | None:
     """What a peer's conversation shares with these tokens, as the prefix tree would say it."""
-    shared = common_prefix(token_bytes(manifest.token_ids), token_bytes(token_ids))
+    shared = common_prefix(token_bytes(manifest.token_array), token_bytes(token_ids))
     marks = tuple(
         Mark(c.info.position, 0, label_of(c.info))
         for c in reversed(manifest.checkpoints)

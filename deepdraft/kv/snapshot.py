@@ -93,7 +93,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def token_ids(self) -> list[int]:
         """Tokens of the conversation."""
-        return np.frombuffer(self.tokens, dtype="<u4").tolist()
+        return self.token_array.tolist()
+
+    @property
+    def token_array(self) -> np.ndarray:
+        """The same, uint32, not copied."""
+        return np.frombuffer(self.tokens, dtype="<u4")
 
     @property
     def data_bytes(self) -> int:

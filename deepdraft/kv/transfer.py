@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 import socket
 import ssl
 import threading
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 
 from blake3 import blake3
@@ -41,8 +42,8 @@ class TransferSettings:
     """Without a byte for this long a peer counts as stalled."""
     renew_s: float = 5.0
     backoff_s: float = 5.0
-    connections: int = 2
-    """Of one fetch, where there are many chunks."""
+    connections: int = field(default_factory=lambda: min(4, max(1, (os.cpu_count() or 1) // 4)))
+    """Of one fetch, where there are many chunks; more than one pays where cores are idle."""
     max_connections: int = 64
     """That an owner serves at a time."""
 

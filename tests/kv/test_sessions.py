@@ -1,9 +1,12 @@
 """Through HTTP: sessions, their policy, two servers with a real Redis, what a client sees."""
 
+import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from deepdraft.config import Config, EngineConfig, FleetConfig
@@ -96,6 +99,62 @@ def test_bad_session_ids_are_refused(bad: str, make_peer: MakePeer) -> None:
     assert refused.status_code == 400
     assert "X-Session-ID" in refused.json()["error"]["message"]
     assert len(refused.text) < 1000
+
+
+class SlowFleet:
+    """Prepares nothing, and takes its time."""
+
+    def __init__(self) -> None:
+        self.go, self.lock = threading.Event(), threading.Lock()
+        self.now = self.most = self.done = 0
+
+    def prepare(self, key: str, token_ids: tuple[int, ...]) -> None:
+        with self.lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        self.go.wait(60)
+        with self.lock:
+            self.now -= 1
+            self.done += 1
+
+
+@pytest.mark.parametrize("leave", [True, False])
+def test_six_are_prepared_at_a_time_and_clients_may_leave(
+    leave: bool, make_peer: MakePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer, fleet = make_peer(), SlowFleet()
+    monkeypatch.setattr(type(peer.service), "fleet", property(lambda self: fleet))
+
+    async def main() -> list[int]:
+        transport = httpx.ASGITransport(app=peer.app)
+        body = {"messages": [USER], "max_tokens": 2}
+        async with httpx.AsyncClient(transport=transport, base_url="http://tiny") as client:
+            asked = [
+                asyncio.ensure_future(
+                    client.post(CHAT, json=body, headers={"X-Session-ID": f"s{i}"}, timeout=60)
+                )
+                for i in range(10)
+            ]
+            while fleet.now < 6:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            assert peer.service.num_preparing == 10
+            if leave:
+                for task in asked:
+                    task.cancel()
+                await asyncio.gather(*asked, return_exceptions=True)
+                fleet.go.set()
+                return []
+            fleet.go.set()
+            return [answer.status_code for answer in await asyncio.gather(*asked)]
+
+    codes = asyncio.run(main())
+    assert fleet.most == 6
+    assert codes == ([] if leave else [200] * 10)
+    assert peer.service.num_preparing == 0
+    stats = peer.stats()
+    assert (stats["waiting"], stats["running"]) == (0, 0)
+    assert stats["requests"] == (1 if leave else 11)  # the warm-up is one
 
 
 # ---- usage ---------------------------------------------------------------------------------
