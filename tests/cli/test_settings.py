@@ -49,6 +49,15 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         ("[server]\nkeep_alive_s = 0", "server.keep_alive_s must be a number >= 0.01"),
         ("[server]\nmax_body_bytes = 3", "server.max_body_bytes must be an integer >= 1024"),
         ("[server]\nlog_level = 'loud'", "server.log_level must be one of debug"),
+        ("[engine]\nkv_memory = '3 parsecs'", "engine.kv_memory must be a size such as 512MiB"),
+        ("[engine]\nkv_memory = -1", "engine.kv_memory must be bytes, or a size"),
+        ("[engine]\nkv_memory = true", "engine.kv_memory must be bytes, or a size"),
+        ("[engine]\nkv_spill_bytes = 'auto'", "engine.kv_spill_bytes must be a size"),
+        ("[engine]\nkv_spill = ''", "engine.kv_spill must be a directory"),
+        ("[server]\nsession_policy = 'maybe'", "server.session_policy must be one of optional"),
+        ("[server]\nsession_header = 'a b'", "server.session_header must be the name of a header"),
+        ("[fleet]\nlisten = '8000'", "fleet.listen must be host:port"),
+        ("[fleet]\nfetch = 'x'", "fleet.fetch must be one of auto, always, never"),
     ],
 )
 def test_a_wrong_setting_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -67,3 +76,11 @@ def test_settings_are_frozen() -> None:
     for record, name in ((EngineConfig(), "numerics"), (ServerConfig(), "port")):
         with pytest.raises(AttributeError):
             setattr(record, name, getattr(record, name))
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("0", 0), ("4096", 4096), ("512MiB", 512 << 20), ("2g", 2 << 30), (" 1KB ", 1024), ("3b", 3)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert load_config(engine={"kv_memory": text}).engine.kv_memory == size
