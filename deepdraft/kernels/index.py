@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepdraft.kernels.attention import spread
+from deepdraft.kernels.attention import scaled_bf16, spread, unpack_pairs
 from deepdraft.kernels.cache import record_bytes, turn_pairs
 from deepdraft.kernels.gemv import dot_bf16
 from deepdraft.kernels.rounding import (
@@ -30,7 +30,7 @@ from deepdraft.kernels.rounding import (
     to_bf16_rne,
     to_e2m1_rne,
 )
-from deepdraft.kernels.runtime import check, launch, next_power, wait_for_inputs
+from deepdraft.kernels.runtime import ROW_TILE, check, launch, next_power, wait_for_inputs
 
 _SCORE_TILE = 128
 SELECT_TILE = 8192
@@ -86,49 +86,89 @@ def query_kernel(
 
 
 @triton.jit
-def index_key_tile(cache_ptr, at, valid, C: tl.constexpr, CP: tl.constexpr, N: tl.constexpr):
-    """N index keys that start at byte `at`: bf16 [N, CP], zeros beyond C."""
+def index_keys(cache_ptr, at, wanted, C: tl.constexpr, CP: tl.constexpr):
+    """Index keys that start at byte `at`: even and odd channels, bf16 [N, CP / 2], 0 beyond C."""
     pair, g = tl.arange(0, CP // 2)[None, :], tl.arange(0, CP // 32)[None, :]
-    wanted = valid[:, None] & (pair < C // 2)
-    byte = tl.load(cache_ptr + at[:, None] + pair, mask=wanted, other=0)
-    wanted = valid[:, None] & (g < C // 32)
-    scale = from_e8m0(tl.load(cache_ptr + at[:, None] + C // 2 + g, mask=wanted, other=1))
-    codes = tl.reshape(tl.join(byte & 15, byte >> 4), (N, CP))
-    return to_bf16_rne(from_e2m1(codes) * spread(scale, 32))
+    here = wanted[:, None] & (pair < C // 2)
+    low, high = unpack_pairs(tl.load(cache_ptr + at[:, None] + pair, mask=here, other=0))
+    here = wanted[:, None] & (g < C // 32)
+    scale = from_e8m0(tl.load(cache_ptr + at[:, None] + C // 2 + g, mask=here, other=1))
+    scale = spread(scale, 16)
+    return scaled_bf16(low, scale), scaled_bf16(high, scale)
 
 
 @triton.jit
-def score_kernel(
+def row_scores(
+    q_ptr, weight_ptr, row, low, high, H, W_STRIDE, W_START, W_SCALE,
+    C: tl.constexpr, CP: tl.constexpr, HP: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Scores of one row for N keys: fp32 [N]."""
+    h, c = tl.arange(0, HP), tl.arange(0, CP)
+    wanted = (h < H)[:, None] & (c < C)[None, :]
+    q = tl.load(q_ptr + (row * H + h)[:, None] * C + c[None, :], mask=wanted, other=0.0)
+    even, odd = tl.split(tl.reshape(q, (HP, CP // 2, 2)))
+    dots = dot_bf16(even, tl.trans(low), tl.zeros((HP, N), tl.float32))
+    dots = dot_bf16(odd, tl.trans(high), dots)
+    raw = tl.load(weight_ptr + row * W_STRIDE + W_START + h, mask=h < H, other=0.0)
+    weight = round_bf16(round_bf16(raw.to(tl.float32)) * W_SCALE)
+    return tl.sum(tl.maximum(dots, 0.0) * weight[:, None], axis=0)
+
+
+@triton.jit
+def score_rows_kernel(
+    q_ptr, weight_ptr, keys_ptr, base_ptr, reach_ptr, scores_ptr,
+    R, KEYS, H, CAPACITY, W_STRIDE, W_START, W_SCALE, SKIP,
+    C: tl.constexpr, CP: tl.constexpr, HP: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A tile of positions for up to T rows. Neighbours of one sequence share its keys."""
+    wait_for_inputs(PDL)
+    tile, row_tile = tl.program_id(0), tl.program_id(1)
+    place = tile * N + tl.arange(0, N)
+    held = -1
+    low = tl.zeros((N, CP // 2), tl.bfloat16)
+    high = tl.zeros((N, CP // 2), tl.bfloat16)
+    for i in range(T):
+        row = row_tile * T + i
+        reach = tl.load(reach_ptr + row, mask=row < R, other=0)
+        if (reach > SKIP) & (tile * N < reach):
+            base = tl.load(base_ptr + row)
+            if base != held:
+                # Also keys that this row does not reach: a later row may.
+                there = (place < CAPACITY) & (base + place < KEYS)
+                at = (base + place).to(tl.int64) * (C // 2 + C // 32)
+                low, high = index_keys(keys_ptr, at, there, C, CP)
+                held = base
+            score = row_scores(
+                q_ptr, weight_ptr, row, low, high, H, W_STRIDE, W_START, W_SCALE, C, CP, HP, N
+            )
+            out = scores_ptr + row.to(tl.int64) * CAPACITY + place
+            tl.store(out, score, mask=place < reach)
+
+
+@triton.jit
+def score_blocks_kernel(
     q_ptr, weight_ptr, keys_ptr, base_ptr, reach_ptr, block_ptr, count_ptr, scores_ptr,
     H, CAPACITY, W_STRIDE, W_START, W_SCALE, SKIP, KEEP,
     C: tl.constexpr, CP: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
+    """A tile of one row's candidate blocks."""
     wait_for_inputs(PDL)
-    row, tile = tl.program_id(0), tl.program_id(1)
+    tile, row = tl.program_id(0), tl.program_id(1)
     reach = tl.load(reach_ptr + row)
-    if BLOCK == 0:
-        length = reach
-    else:
-        length = tl.load(count_ptr + row) * BLOCK
+    length = tl.load(count_ptr + row) * BLOCK
     if reach <= SKIP or tile * N >= length:
         return
     place = tile * N + tl.arange(0, N)
-    if BLOCK == 0:
-        entry = place
-    else:
-        block = tl.load(block_ptr + row * KEEP + place // BLOCK, mask=place < length, other=0)
-        entry = block * BLOCK + place % BLOCK
+    block = tl.load(block_ptr + row * KEEP + place // BLOCK, mask=place < length, other=0)
+    entry = block * BLOCK + place % BLOCK
     valid = (place < length) & (entry < reach)
-    h, c = tl.arange(0, HP), tl.arange(0, CP)
-    wanted = (h < H)[:, None] & (c < C)[None, :]
-    q = tl.load(q_ptr + (row * H + h)[:, None] * C + c[None, :], mask=wanted, other=0.0)
     at = (tl.load(base_ptr + row) + entry).to(tl.int64) * (C // 2 + C // 32)
-    key = index_key_tile(keys_ptr, at, valid, C, CP, N)
-    dots = dot_bf16(q, tl.trans(key), tl.zeros((HP, N), tl.float32))
-    raw = tl.load(weight_ptr + row * W_STRIDE + W_START + h, mask=h < H, other=0.0)
-    weight = round_bf16(round_bf16(raw.to(tl.float32)) * W_SCALE)
-    score = tl.sum(tl.maximum(dots, 0.0) * weight[:, None], axis=0)
+    low, high = index_keys(keys_ptr, at, valid, C, CP)
+    score = row_scores(
+        q_ptr, weight_ptr, row, low, high, H, W_STRIDE, W_START, W_SCALE, C, CP, HP, N
+    )
     score = tl.where(valid, score, float("-inf"))
     tl.store(scores_ptr + row.to(tl.int64) * CAPACITY + place, score, mask=place < length)
 
@@ -325,15 +365,24 @@ def index_scores(
     if blocks is not None and capacity < keep * blocks.size:
         raise ValueError(f"{capacity=} is less than {keep} blocks of {blocks.size} entries")
     scores = torch.empty(rows, capacity, dtype=torch.float32, device=device)
-    launch(
-        score_kernel, (rows, -(-capacity // _SCORE_TILE)),
-        queries, raw_weights, keys, base, reach,
-        reach if blocks is None else blocks.numbers, reach if blocks is None else blocks.counts,
-        scores,
-        heads, capacity, raw_weights.shape[1], weight_start, weight_scale, skip, keep,
-        C=channels, CP=next_power(channels, 32), HP=next_power(heads, 16),
-        BLOCK=0 if blocks is None else blocks.size, N=_SCORE_TILE,
-    )  # fmt: skip
+    tiles = -(-capacity // _SCORE_TILE)
+    weights = raw_weights.shape[1], weight_start, weight_scale
+    shape = {
+        "C": channels, "CP": next_power(channels, 32), "HP": next_power(heads, 16),
+        "N": _SCORE_TILE, "num_warps": 8,
+    }  # fmt: skip
+    if blocks is None:
+        launch(
+            score_rows_kernel, (tiles, -(-rows // ROW_TILE)),
+            queries, raw_weights, keys, base, reach, scores,
+            rows, keys.shape[0], heads, capacity, *weights, skip, T=ROW_TILE, **shape,
+        )  # fmt: skip
+    else:
+        launch(
+            score_blocks_kernel, (tiles, rows),
+            queries, raw_weights, keys, base, reach, blocks.numbers, blocks.counts, scores,
+            heads, capacity, *weights, skip, keep, BLOCK=blocks.size, **shape,
+        )  # fmt: skip
     return scores
 
 
