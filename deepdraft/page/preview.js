@@ -27,7 +27,7 @@ export function openPreview(source, back) {
   const bar = el("div.code-bar", {}, el("span.lang", {}, "preview"));
   bar.append(
     button("Restart", load, { class: "quiet" }),
-    button("Full screen", () => holder.requestFullscreen?.(), { class: "quiet" }),
+    button("Full screen", () => holder.requestFullscreen?.().catch(() => {}), { class: "quiet" }),
     button("Close", () => { panel.remove(); back(); }, { class: "quiet" }),
   );
   panel.append(bar, holder);

@@ -23,6 +23,12 @@ export function redrawStrips() {
   for (const view of document.querySelectorAll(".strip-view")) strips.get(view)?.draw();
 }
 
+// A token in words, for who cannot hover over it.
+function spoken({ text, origin, confidence, probability }) {
+  const sure = confidence == null ? "" : `, confidence ${num(confidence, 2)}`;
+  return `${shown(text)} ${origin}${sure}, probability ${num(probability, 2)}`;
+}
+
 export class Strip {
   // `onSelect(step | null)`: the step that is looked at.
   constructor(onSelect) {
@@ -130,7 +136,7 @@ export class Strip {
       const text = step.tokens.map((token) => shown(token.text)).join(" ");
       this.readout.textContent = `${stepLine(step)}: ${text}`;
       this.view.setAttribute("aria-valuenow", this.selected);
-      this.view.setAttribute("aria-valuetext", this.readout.textContent);
+      this.view.setAttribute("aria-valuetext", `${stepLine(step)}: ${step.tokens.map(spoken).join("; ")}`);
       return;
     }
     const line = this.summary();
