@@ -241,6 +241,15 @@ def probabilities(logits_RV: Tensor, token_ids: Sequence[int]) -> tuple[float, .
     if not token_ids:
         return ()
     logits_RV = logits_RV[: len(token_ids)].float()
+    if logits_RV.device.type == "cpu":
+        # A third of the time of torch's operators, which matters to a step of a small model.
+        rows = logits_RV.numpy()
+        tops = rows.max(axis=1)
+        totals = np.exp(rows - tops[:, None]).sum(axis=1).tolist()
+        return tuple(
+            math.exp(float(rows[i, token_id] - tops[i])) / totals[i]
+            for i, token_id in enumerate(token_ids)
+        )
     ids = torch.tensor(token_ids, device=logits_RV.device).unsqueeze(1)
     chosen = logits_RV.gather(1, ids) - logits_RV.logsumexp(1, keepdim=True)
     return tuple(chosen.squeeze(1).exp().tolist())

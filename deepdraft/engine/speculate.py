@@ -236,6 +236,8 @@ class Outcome:
     error: str | None = None
     last: Origin = "plain"
     """How the token behind the accepted drafts came."""
+    expected: tuple[float, ...] = ()
+    """The confidences of the drafts verified."""
     probabilities: tuple[float, ...] = ()
     """Of the choices in the model's own law, for a request that asks for `steps`."""
 
@@ -433,12 +435,13 @@ class Speculator:
             request.tainted = True
         target = BlockTarget(self._sampler, block.rows, logits_RV, tops)
         last: Origin = "plain"
+        expected: tuple[float, ...] = ()
         if block.token_ids or self.observer is not None:
             proposal = Proposal(
                 start=block.start,
                 token_ids=tuple(block.token_ids),
                 laws=block.laws,
-                confidences=self._confidences(block)[: len(block.token_ids)],
+                confidences=(expected := self._confidences(block)[: len(block.token_ids)]),
             )
             dice = KeyedDice(request.source.sampling.seed, block.start)
             rule: Rule = request.rule if block.token_ids else "coupled"
@@ -467,6 +470,7 @@ class Speculator:
             num_accepted=num_accepted,
             error=target.error if missing else None,
             last=last,
+            expected=expected,
             probabilities=(
                 probabilities(logits_RV, token_ids) if request.source.speculation.steps else ()
             ),
@@ -476,8 +480,7 @@ class Speculator:
         self, block: Block, outcome: Outcome, num_taken: int, *, ms: float, draft_ms: float
     ) -> StepTrace:
         """How a step went that gave `num_taken` tokens. `index`: as the request's record has it."""
-        accepted = outcome.num_accepted
-        expected = self._confidences(block)
+        accepted, expected = outcome.num_accepted, outcome.expected
         fell = block.token_ids[accepted:] if outcome.last == "corrected" else []
         return StepTrace(
             index=sum(block.request.record.histogram.values()),
