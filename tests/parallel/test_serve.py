@@ -18,6 +18,7 @@ import pytest
 
 from deepdraft.checkpoint.convert import convert
 from deepdraft.checkpoint.reader import Checkpoint
+from deepdraft.parallel.launch import Limits, run_ranks
 from tests.parallel.served import DEMO, write_served
 from tests.parallel.test_launch import alive
 
@@ -154,3 +155,15 @@ def test_a_file_that_is_missing_is_told_once(model, tmp_path):
     assert done.returncode == 2
     lines = [line for line in done.stderr.splitlines() if "tokenizer.json" in line]
     assert len(lines) == 1 and lines[0].startswith("Error: ") and "rank" not in lines[0]
+
+
+def test_every_call_of_a_runner_on_two_ranks(model, tmp_path):
+    """Parts of prompts, drafts, rows taken back, parking, a refusal: the ranks stay together."""
+    main = Path(__file__).parent / "engine_main.py"
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    out = tmp_path / "found.json"
+    limits = Limits(step_s=300, beat_s=60)
+    run_ranks([sys.executable, str(main), str(model), str(out)], 2, env=env, limits=limits)
+    found = json.loads(out.read_text())
+    assert "all 2 sequences" in found.pop("refused")
+    assert found == {"rows": True, "gone_on": True, "together": True, "raw": True, "free": 2}
