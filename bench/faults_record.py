@@ -1,6 +1,6 @@
-"""Plants every fault and pitfall, examines clean checkpoints, and writes bench/results/f-faults.json.
+"""Plants every fault and pitfall, examines clean checkpoints, writes bench/results/f-faults.json.
 
-    python bench/faults_record.py --reference-python FILE [--out FILE] [--logits-only]
+    python bench/faults_record.py --reference-python FILE [--out FILE]
 
 References are transformers' (run once on each clean checkpoint) and, for `logits only`, what golden
 data would tell of them. Takes some minutes of CPU time.
