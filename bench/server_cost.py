@@ -42,7 +42,6 @@ class StubEngine:
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._ids = token_ids
-        self.histograms: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._open: dict[str, list[Any]] = {}
         self.num_tokens = 0

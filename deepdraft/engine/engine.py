@@ -9,11 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
+from deepdraft.engine.endings import Endings
 from deepdraft.engine.events import AsyncEvents, Events
 from deepdraft.engine.fair import TenantLimits
 from deepdraft.engine.pace import Pace
@@ -23,7 +24,7 @@ from deepdraft.engine.sampler import Choice, Sampler
 from deepdraft.engine.scheduler import Limits, PrefillChunk, Scheduler
 from deepdraft.engine.speculate import Block, Outcome, Speculation, Speculator
 from deepdraft.errors import DeepdraftError, EngineError, Overloaded, PromptTooLong, RequestError
-from deepdraft.telemetry import Counters, Histogram, log_event, logger
+from deepdraft.telemetry import Counters, logger
 from deepdraft.types import (
     DecodeStats,
     FinishReason,
@@ -39,10 +40,6 @@ if TYPE_CHECKING:  # the KV cache brings packages that a bare GPU host lacks
 FATAL = (KeyboardInterrupt, SystemExit)
 """What ends the engine. Any other BaseException is the panic of a library written in Rust, and ends
 the request that it belongs to."""
-SPANS = ("queue", "first_token", "decode", "request")
-"""What is timed of a request: until it has a sequence, until its first token, from there to its
-last one, and all of it."""
-_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 STEP_PARTS = ("draft", "verify", "judge", "commit")
 """Parts of a decode step whose time is counted."""
 
@@ -75,7 +72,7 @@ class Engine:
         `reuse`: the KV cache; None: every prompt is computed."""
         self.runner, self.reuse = runner, reuse
         self.counters = Counters()
-        self.histograms = {name: Histogram(_BOUNDS_S) for name in SPANS}
+        self.endings = Endings()
         sampler = Sampler(runner.vocab_size, getattr(runner, "device", "cpu"))
         self.speculator = Speculator(runner, sampler, speculation or Speculation())
         self._ahead = runner.ahead() if hasattr(runner, "ahead") else None
@@ -345,7 +342,13 @@ class Engine:
         if chunk.final and not request.output_ids:
             assert logits_V is not None, "the final chunk of a prompt must return logits"
             # Judged like a step without drafts, though it is no step of decoding.
-            block = Block(request)
+            try:
+                block = Block(request)
+            except FATAL:
+                raise
+            except BaseException as error:
+                self._fail(request, f"position {request.next_position}", error)
+                return
             outcome = self._judge(block, logits_V.unsqueeze(0))
             if outcome is not None:
                 self._apply(block, outcome, ms=1e3 * (time.perf_counter() - request.opened))
@@ -369,7 +372,18 @@ class Engine:
         if self._decode_ahead(requests):
             return
         begin = time.perf_counter()
-        blocks = self.speculator.propose(requests)
+        try:
+            blocks = self.speculator.propose(requests)
+        except FATAL:
+            raise
+        except BaseException as error:
+            # Drafting fails by itself and costs nothing: this is a grammar's mask.
+            for request in requests:
+                if len(requests) == 1:
+                    self._fail(request, f"position {request.next_position}", error)
+                else:
+                    self._decode((request,))
+            return
         drafted = time.perf_counter()
         # One that was cancelled meanwhile is left as it is; the loop ends it next.
         blocks = [block for block in blocks if not block.request.cancelled]
@@ -518,46 +532,8 @@ class Engine:
             self._scheduler.remove(request)
         self.counters.add(f"finished_{reason}")
         stats = request.record.stats(request.rule)
-        self._log_end(request, reason, stats)
+        self.endings.note(request, reason, stats, self._clock())
         self._emit(request, token_ids, logprobs, reason, error, stats, step)
-
-    def _log_end(self, request: Request, reason: FinishReason, stats: DecodeStats | None) -> None:
-        record: dict[str, Any] = {
-            "request_id": request.request_id,
-            "finish_reason": reason,
-            "prompt_tokens": request.num_prompt,
-            "completion_tokens": len(request.output_ids),
-            **self._spans(request),
-        }
-        if request.cached is not None:
-            record |= {
-                "cached_tokens": request.cached.num_tokens,
-                "cache_source": request.cached.source,
-                "cache_provenance": request.cached.provenance,
-            }
-        if stats is not None:
-            record |= {
-                "rule": stats.rule,
-                "steps": stats.steps,
-                "average_iteration_ms": round(stats.average_iteration_ms, 3),
-                "average_accept_length": round(stats.average_accept_length, 3),
-                "accepted_drafts_histogram": stats.histogram,
-                "drafts": stats.drafts,
-                "drafts_cut_by_confidence": stats.cut,
-            }
-        log_event("request_end", record)
-
-    def _spans(self, request: Request) -> dict[str, float]:
-        """The times of a request that ends, in ms; they go into the histograms, too."""
-        now, at = self._clock(), request.arrived
-        spans = {"request": now - at}
-        if request.opened:
-            spans["queue"] = request.opened - at
-        if request.answered:
-            spans["first_token"], spans["decode"] = request.answered - at, now - request.answered
-        for name, seconds in spans.items():
-            self.histograms[name].observe(seconds)
-        return {f"{name}_ms": round(1e3 * spans[name], 2) for name in SPANS if name in spans}
 
     def _emit(
         self,

@@ -173,7 +173,7 @@ class Service:
 
     def histograms(self) -> dict[str, Histogram]:
         """The engine's times; empty before there is an engine."""
-        return {} if self._engine is None else self._engine.histograms
+        return {} if self._engine is None else self._engine.endings.histograms
 
     def begin_drain(self) -> None:
         """Takes no new requests; those at hand go on."""

@@ -151,18 +151,20 @@ class Panic(BaseException):
 
 
 class BadMatcher:
-    """Panics at its third token."""
+    """Panics at the beginning, or at its third token."""
 
-    def __init__(self) -> None:
+    def __init__(self, where: str) -> None:
+        self.where = where
         self.num_tokens = 0
         self.is_finished = False
 
     def mask(self) -> None:
-        return None
+        if self.where == "first mask" or (self.where == "mask" and self.num_tokens == 2):
+            raise Panic("index out of range")
 
     def advance(self, token_id: int) -> bool:
         self.num_tokens += 1
-        if self.num_tokens == 3:
+        if self.where == "advance" and self.num_tokens == 3:
             raise Panic("index out of range")
         return True
 
@@ -171,25 +173,25 @@ class BadMatcher:
 
 
 class BadGrammar:
-    def __init__(self, at_once: bool) -> None:
-        self.at_once = at_once
+    def __init__(self, where: str) -> None:
+        self.where = where
 
     def matcher(self) -> BadMatcher:
-        if self.at_once:
+        if self.where == "matcher":
             raise Panic("no matcher")
-        return BadMatcher()
+        return BadMatcher(self.where)
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-def test_a_panic_ends_its_own_request_only(at_once: bool) -> None:
+@pytest.mark.parametrize("where", ["matcher", "first mask", "mask", "advance"])
+def test_a_panic_ends_its_own_request_only(where: str) -> None:
     fake = runner()
     one = Manual(fake)
-    one.ask("bad", (90, 2), grammar=BadGrammar(at_once))
+    one.ask("bad", (90, 2), grammar=BadGrammar(where))
     one.ask("good", (50, 2))
     one.finish()
     assert one.reasons == {"bad": "error", "good": "length"}
     assert one.errors["bad"].endswith("Panic") and "index" not in one.errors["bad"]
-    assert one.tokens["bad"] == ([] if at_once else [90, 91])
+    assert one.tokens["bad"] == ([90, 91] if where in ("mask", "advance") else [])
     assert one.tokens["good"] == [*range(50, 58)] and fake.open_handles == set()
 
 
