@@ -277,7 +277,7 @@ class Tally:
 
 def served(device: str, count: int) -> dict:
     """The bundled model behind the engine: texts with and without running ahead, alone and four at
-    a time; plain, drafted and sampled."""
+    a time; greedy, sampled, and (2) sampled with top-p and a penalty."""
     from deepdraft.checkpoint.reader import Checkpoint
     from deepdraft.engine.engine import Engine
     from deepdraft.engine.gpu_runner import GpuRunner
@@ -301,7 +301,7 @@ def served(device: str, count: int) -> dict:
         list(engine.generate(ask("first", prompts[0], 0)))
         texts: list[tuple[int, ...]] = []
         begin = time.perf_counter()
-        jobs = [(i, p, t) for t in (0, 1) for i, p in enumerate(prompts)]
+        jobs = [(i, p, t) for t in (0, 1, 2) for i, p in enumerate(prompts)]
         for first in range(0, len(jobs), at_once):
             some = jobs[first : first + at_once]
             streams = [engine.generate(ask(f"{t}-{i}", p, t)) for i, p, t in some]
@@ -311,10 +311,14 @@ def served(device: str, count: int) -> dict:
         engine.close()
         return texts, sum(map(len, texts)) / took, stats
 
-    def ask(name: str, prompt: tuple[int, ...], temperature: float) -> GenerateRequest:
+    def ask(name: str, prompt: tuple[int, ...], temperature: int) -> GenerateRequest:
         return GenerateRequest(
             request_id=name, prompt_ids=tuple(prompt[:120]), max_new_tokens=count,
-            sampling=SamplingParams(temperature=temperature, seed=3),
+            sampling=SamplingParams(
+                temperature=float(min(temperature, 1)), seed=3,
+                top_p=0.95 if temperature == 2 else 1.0,
+                frequency_penalty=0.3 if temperature == 2 else 0.0,
+            ),
         )  # fmt: skip
 
     results: dict = {}

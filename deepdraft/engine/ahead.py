@@ -11,17 +11,22 @@ tokens would be chosen again, as noise is keyed by position.
 
 from __future__ import annotations
 
+import enum
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from deepdraft.engine.request import Request
-from deepdraft.engine.sampler import Choice
+from deepdraft.engine.sampler import Choice as Chosen
 from deepdraft.engine.speculate import Outcome
 from deepdraft.errors import DeepdraftError, EngineError
+from deepdraft.kernels.filters import Settings
 from deepdraft.models.v41_loop import MAX_STOPS, RUNNING, DeviceLoop, DeviceSettings, Report
 from deepdraft.telemetry import Counters, logger
+from deepdraft.types import SamplingParams
 
 if TYPE_CHECKING:
     from deepdraft.engine.gpu_runner import GpuRunner
@@ -49,25 +54,15 @@ class Emitted:
     @property
     def outcome(self) -> Outcome:
         """As the engine takes the result of a step."""
-        choices = tuple(Choice(token_id=token) for token in self.token_ids)
+        choices = tuple(Chosen(token_id=token) for token in self.token_ids)
         return Outcome(choices=choices, num_accepted=self.num_accepted, error=self.error)
 
 
 def qualifies(request: Request) -> bool:
-    """Whether the device chooses this request's tokens as the sampler would."""
-    params, asked = request.source.sampling, request.source.speculation
-    plain = (
-        params.top_k == 0
-        and params.top_p == 1.0
-        and params.min_p == 0.0
-        and params.presence_penalty == 0.0
-        and params.frequency_penalty == 0.0
-        and params.repetition_penalty == 1.0
-        and not params.logit_bias
-        and params.logprobs is None
-    )
+    """Whether the device can choose this request's tokens as the sampler would."""
+    asked = request.source.speculation
     return (
-        plain
+        request.source.sampling.logprobs is None
         and request.rule == "coupled"
         and request.matcher is None
         and asked.num_drafts is None
@@ -76,13 +71,35 @@ def qualifies(request: Request) -> bool:
     )
 
 
+class Choice(enum.IntEnum):
+    """What choosing a token takes."""
+
+    PLAIN = 0
+    """Temperature and noise."""
+    SETTINGS = 1
+    """Penalties, bias or min-p too."""
+    CUTS = 2
+    """Top-k or top-p, which need the tokens in order."""
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> Choice:
+        """For one request."""
+        if params.top_k or params.top_p < 1.0:
+            return cls.CUTS
+        penalties = params.presence_penalty or params.frequency_penalty
+        if params.min_p or penalties or params.repetition_penalty != 1.0 or params.logit_bias:
+            return cls.SETTINGS
+        return cls.PLAIN
+
+
 class Ahead:
     """The device loops of one runner. Only the engine's thread calls it."""
 
     def __init__(self, runner: GpuRunner) -> None:
         self._runner = runner
         self._settings = DeviceSettings(runner.num_sequences, runner.device)
-        self._loops: dict[tuple[int, int], DeviceLoop] = {}
+        self._filters: Settings | None = None
+        self._loops: dict[tuple[int, int, Choice], DeviceLoop] = {}
         self._loop: DeviceLoop | None = None
         self._batch: list[tuple[Request, Any]] = []
         self._launched = 0
@@ -147,7 +164,8 @@ class Ahead:
     def _begin(self, requests: Sequence[Request]) -> None:
         runner, count = self._runner, len(requests)
         width = min(runner.block_size + 1, MOST_ROWS // count)
-        loop = self._loop_of(count, width)
+        choice = max(Choice.of(r.source.sampling) for r in requests)
+        loop = self._loop_of(count, width, choice)
         runner.feed_pending(*(r.handle for r in requests))
         loop.set_slots([r.handle.slot for r in requests])
         for number, request in enumerate(requests):
@@ -161,18 +179,49 @@ class Ahead:
                 seed=params.seed,
                 stop_ids=sorted(request.source.stop_token_ids),
             )
+            if choice is not Choice.PLAIN:
+                self._set_filters(handle.slot, request)
             loop.begin(number, request.output_ids[-1], handle.num_tokens)
         loop.skip_reports()
         self._loop, self._launched, self._last = loop, 0, time.perf_counter()
         self._batch = [(r, r.handle) for r in requests]
 
-    def _loop_of(self, sequences: int, width: int) -> DeviceLoop:
-        key = sequences, width
+    def _loop_of(self, sequences: int, width: int, choice: Choice) -> DeviceLoop:
+        key = sequences, width, choice
         if key not in self._loops:
+            more: dict[str, Any] = {}
+            if choice is not Choice.PLAIN:
+                more = {"filters": self._settings_of_all(), "cut": choice is Choice.CUTS}
             self._loops[key] = self._runner.model.make_loop(
-                self._settings, sequences=sequences, width=width
+                self._settings, sequences=sequences, width=width, **more
             )
         return self._loops[key]
+
+    def _settings_of_all(self) -> Settings:
+        if self._filters is None:
+            runner = self._runner
+            self._filters = Settings.empty(runner.num_sequences, runner.vocab_size, runner.device)
+        return self._filters
+
+    def _set_filters(self, slot: int, request: Request) -> None:
+        params, filters = request.source.sampling, self._settings_of_all()
+        filters.set(
+            slot,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition=params.repetition_penalty,
+            frequency=params.frequency_penalty,
+            presence=params.presence_penalty,
+            seed=params.seed,
+            bias=dict(params.logit_bias),
+            prompt=list(request.source.prompt_ids),
+        )
+        counts = filters.counts
+        tokens = torch.tensor(list(request.output_counts), device=counts.device)
+        numbers = torch.tensor(list(request.output_counts.values()), dtype=counts.dtype)
+        counts[slot, tokens] = numbers.to(counts.device)
 
     def _read(self) -> list[Emitted]:
         assert self._loop is not None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -225,16 +226,20 @@ class DeviceV41(DeepseekV41):
         self._captured[rows] = made
         return made
 
-    def make_loop(self, settings: DeviceSettings, *, sequences: int, width: int) -> DeviceLoop:
+    def make_loop(
+        self, settings: DeviceSettings, *, sequences: int, width: int, **choice: Any
+    ) -> DeviceLoop:
         """Decoding on the device for so many sequences, `width` rows each, captured on a GPU. It
-        works on the pool made last."""
+        works on the pool made last. `choice`: of `DeviceLoop`."""
         if self._step is None:
             raise StateError("a loop needs sequences: make a pool first")
         drafter = None
         if width > 1:
             assert isinstance(self.drafter, DraftModel)
             drafter = self.drafter.device_drafter
-        loop = DeviceLoop(self._step, settings, sequences=sequences, width=width, drafter=drafter)
+        loop = DeviceLoop(
+            self._step, settings, sequences=sequences, width=width, drafter=drafter, **choice
+        )
         if self._graphs:
             with enough_memory():
                 loop.capture()

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from deepdraft.errors import StateError
-from deepdraft.kernels import accept, markov, sample
+from deepdraft.kernels import accept, filters, markov, sample
 from deepdraft.kernels.accept import HEAD, Reports, Slots
+from deepdraft.kernels.filters import Settings
 from deepdraft.models.v41_buffers import RowInputs
 from deepdraft.models.v41_draft import DeviceDrafter
 from deepdraft.models.v41_step import DeviceStep, Output
@@ -100,9 +101,15 @@ class DeviceLoop:
         drafter: DeviceDrafter | None,
         depth: int = REPORTS,
         masked: bool = False,
+        filters: Settings | None = None,
+        cut: bool = False,
     ) -> None:
         """`drafter` None: plain decoding, one row of each sequence is used. `masked`: the host has
-        a say in every row's token; the step is then two graphs, with `set_mask` between them."""
+        a say in every row's token; the step is then two graphs, with `set_mask` between them.
+        `filters`: tokens are chosen under these settings, of every slot; `cut`: some have top-k or
+        top-p."""
+        assert not (masked and filters), "masks go with plain choice only"
+        self.filters, self.cut = filters, cut
         self.step, self.settings, self.drafter = step, settings, drafter
         self.sequences, self.width = sequences, width
         device = step.weights.device
@@ -149,15 +156,14 @@ class DeviceLoop:
     def finish(self, out: Output) -> None:
         """From logits to the next step's rows."""
         inputs, settings = self.inputs, self.settings
-        picks = sample.pick_rows(
-            out.logits, inputs.positions, inputs.slots, settings.temperature, settings.seeds,
-            bias=self.bias,
-        )  # fmt: skip
+        picks = self._choose(out.logits)
         args = self.step.args
         done = accept.accept(
             picks, inputs.ids, inputs.positions, inputs.slots, settings.limits, self.reports,
             sequences=self.sequences, noise=args.dspark_noise_token_id,
         )  # fmt: skip
+        if self.filters is not None:
+            filters.count_tokens(picks, done.confirmed, inputs.slots, self.filters)
         drafts = raw = None
         if self.drafter is not None and self.width > 1:
             assert out.taps is not None and out.places is not None
@@ -177,6 +183,20 @@ class DeviceLoop:
         accept.next_rows(
             done, settings.limits, inputs.slots, inputs.ids, inputs.positions, drafts=drafts,
             raw=raw,
+        )  # fmt: skip
+
+    def _choose(self, logits: Tensor) -> Tensor:
+        """The token behind every row: int32, -1 where there is none."""
+        inputs, settings = self.inputs, self.settings
+        if self.filters is None:
+            return sample.pick_rows(
+                logits, inputs.positions, inputs.slots, settings.temperature, settings.seeds,
+                bias=self.bias,
+            )  # fmt: skip
+        count = self.sequences * self.width
+        return filters.pick_filtered(
+            logits, inputs.ids[:count], inputs.positions[:count], inputs.slots[:count],
+            self.filters, width=self.width, cut=self.cut,
         )  # fmt: skip
 
     def capture(self) -> None:

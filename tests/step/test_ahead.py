@@ -78,11 +78,13 @@ class AheadRunner(TableRunner):
     def ahead(self) -> Ahead:
         return Ahead(self)
 
-    def make_loop(self, settings, *, sequences: int, width: int) -> DeviceLoop:
+    def make_loop(self, settings, *, sequences: int, width: int, **choice) -> DeviceLoop:
         self.loops += 1
         layers = Layers([self.table] * self.num_sequences)
         drafter = Drafter(layers, 5) if width > 1 else None
-        return DeviceLoop(layers, settings, sequences=sequences, width=width, drafter=drafter)
+        return DeviceLoop(
+            layers, settings, sequences=sequences, width=width, drafter=drafter, **choice
+        )
 
     def synchronize(self) -> None:
         pass
@@ -144,7 +146,7 @@ def test_sampled_text_is_the_hosts():
 
 def test_a_request_that_needs_the_host_is_decoded_there_and_the_device_goes_on_after_it():
     runner = AheadRunner()
-    found = serve(runner, request("a", 4, 12), request("k", 9, 3, top_k=1))
+    found = serve(runner, request("a", 4, 12), request("k", 9, 3, logprobs=1))
     assert found["a"] == expected(runner, 4, 12) and found["k"] == expected(runner, 9, 3)
     assert 0 < runner.host_steps < 11
 
@@ -173,8 +175,6 @@ def test_a_device_that_fails_ends_the_request_and_the_host_serves_the_next(monke
 @pytest.mark.parametrize(
     "settings",
     [
-        {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"presence_penalty": 0.5},
-        {"frequency_penalty": 0.5}, {"repetition_penalty": 1.1}, {"logit_bias": ((3, 1.0),)},
         {"logprobs": 2}, {"stops": range(9)}, {"speculation": SpeculationParams(num_drafts=1)},
         {"speculation": SpeculationParams(steps=True)},
     ],
@@ -184,3 +184,22 @@ def test_what_the_device_does_not_choose_stays_with_the_host(settings):
 
     assert ahead.qualifies(Request(request("a", 4, 5), lambda event: None))
     assert not ahead.qualifies(Request(request("a", 4, 5, **settings), lambda event: None))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_p": 0.7, "top_k": 7},
+        {
+            "min_p": 0.05, "presence_penalty": 1.5, "frequency_penalty": 0.7,
+            "repetition_penalty": 1.3, "logit_bias": ((3, 4.0), (5, -9.0)),
+        },
+    ],
+)  # fmt: skip
+def test_every_setting_gives_the_hosts_text(settings):
+    """Penalties count what was put out before, by the host and by drafts of the same step."""
+    settings = {"temperature": 1.0, "seed": 4} | settings
+    runner = AheadRunner()
+    host = serve(TableRunner(), request("a", 4, 10, **settings))
+    assert serve(runner, request("a", 4, 10, **settings)) == host
+    assert runner.host_steps == 0
