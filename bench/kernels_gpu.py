@@ -131,7 +131,8 @@ class Outcome:
 
 def start(run: Run, part: str, options: tuple[str, ...]) -> subprocess.Popen:
     environment = dict(os.environ, OMP_NUM_THREADS="2", PYTHONUNBUFFERED="1")
-    environment["CUDA_VISIBLE_DEVICES"] = "" if run.args.dry_run else "0"
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    environment["CUDA_VISIBLE_DEVICES"] = "" if run.args.dry_run else first
     command = [sys.executable, "-W", "ignore", str(HERE / "kernel_worker.py"), part, *options]
     command += ["--only", run.args.only, *(["--dry"] if run.args.dry_run else [])]
     return subprocess.Popen(
@@ -172,8 +173,8 @@ def work(
 # ---- parts ---------------------------------------------------------------------------------
 
 
-def queued(run: Run, parts: list[str]) -> deque[tuple[str, list[str]]]:
-    """Workers that may run side by side, checks and compiles in turn."""
+def queued(run: Run, parts: set[str]) -> deque[tuple[str, list[str]]]:
+    """Workers that may run side by side: checks, and compiles of other parts, in turn."""
     dry = run.args.dry_run
     checks, compiles = [], []
     for module, shards in MODULES.items() if "check" in parts else ():
@@ -192,10 +193,10 @@ def queued(run: Run, parts: list[str]) -> deque[tuple[str, list[str]]]:
     return tasks
 
 
-def check_and_compile(run: Run, parts: list[str]) -> None:
-    """Tests on the GPU and the compiling of what is timed later, side by side."""
+def side_by_side(run: Run, parts: set[str]) -> None:
+    """Tests on the GPU ("check") and the compiling of the other parts."""
     tasks = queued(run, parts)
-    found = run.results["check"] = {"passed": 0, "failed": {}, "slowest": []}
+    found = run.results.setdefault("check", {"passed": 0, "failed": {}, "slowest": []})
     until = min(run.elapsed() + 0.48 * run.args.seconds, run.args.seconds)
 
     def tested(line: dict) -> None:
@@ -371,15 +372,17 @@ def main() -> None:
 
     tail = 60 if "pair" in parts else 3
     step("ceilings", ceilings)
-    if {"check", "rows", "time", "tune", "programmatic"} & set(parts):
-        check_and_compile(run, parts)
-        run.save()
+    # What is checked first is checked while the rest is compiled.
+    early = "check" in parts[:2]
+    side_by_side(run, set(parts) if early else set(parts) - {"check"})
+    run.save()
 
     def soon(share: float) -> float:
         """The second of the run at which a part of this share of it ends."""
         return min(run.elapsed() + share * total, total - tail)
 
     calls = {
+        "check": lambda: None if early else side_by_side(run, {"check"}),
         "rows": lambda: check_rows(run),
         "time": lambda: timed(run, "time", until=soon(0.2)),
         "programmatic": lambda: timed(run, "programmatic", "--pdl", until=soon(0.2)),
