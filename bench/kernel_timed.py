@@ -618,8 +618,10 @@ ATTENTION_PLANS = tuple(
 )  # fmt: skip
 
 
-def tune_cases(o: Operands) -> Iterator[tuple[str, layout.Plan, Callable[[], Timed]]]:
-    """(shape, plan, how to make its case), the most valuable first."""
+def tune_cases(
+    o: Operands,
+) -> Iterator[tuple[str, tuple[str, int, int], layout.Plan, Callable[[], Timed]]]:
+    """(shape, its key in `plans.MEASURED`, plan, how to make its case), the most valuable first."""
     s = o.sizes
     last = max(s.slices)
     for part in sorted(s.slices, key=lambda p: (p != 1, p != last, p)):
@@ -633,9 +635,11 @@ def tune_cases(o: Operands) -> Iterator[tuple[str, layout.Plan, Callable[[], Tim
                     two = list(expert_timed(o, width, [(6, 22)], *plans))
                     return two[0 if up else 1]
 
-                yield f"experts {'up' if up else 'down'} {width}", plan, experts
+                name = f"experts {'up' if up else 'down'} {width}"
+                yield name, ("expert", rows, cols), plan, experts
         for shape in dense_shapes(s, part):
             name, kind, rows, cols, blocks = shape
-            for plan in dense_variants(-(-rows // 32) * 32, cols, blocks, kind):
+            full = -(-rows // 32) * 32
+            for plan in dense_variants(full, cols, blocks, kind):
                 make = partial(dense_timed, o, shape, "", plan)
-                yield f"{name} 1/{part}", plan, make
+                yield f"{name} 1/{part}", ("dense", full, cols), plan, make

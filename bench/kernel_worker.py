@@ -239,13 +239,13 @@ def plan_of(fields: dict):
 def tune(worker: Worker) -> None:
     from kernel_timed import tune_cases
 
-    for name, plan, make in tune_cases(operands(worker.args.dry)):
+    for name, key, plan, make in tune_cases(operands(worker.args.dry)):
         fields = {k: getattr(plan, k) for k in PLAN_FIELDS}
         label = f"{name}|{'/'.join(map(str, fields.values()))}"
         worker.each(
             label,
-            lambda make=make, name=name, fields=fields: {
-                "shape": name, **measured(make(), worker.args.dry), **fields,
+            lambda make=make, name=name, key=key, fields=fields: {
+                "shape": name, "key": key, **measured(make(), worker.args.dry), **fields,
             },
         )  # fmt: skip
         release()
@@ -271,7 +271,7 @@ def compile_part(worker: Worker) -> None:
     kernels_sass.capture([])
     o = kt.MetaOperands(kt.PUBLISHED)
     if worker.args.module == "tune":
-        for name, plan, make in kt.tune_cases(o):
+        for name, _, plan, make in kt.tune_cases(o):
             worker.each(f"compile {name} {plan}", lambda make=make: launched(make()))
     elif worker.args.module == "rows":
         for case in kt.row_cases(o):

@@ -41,9 +41,9 @@ MODULES = {
 }  # fmt: skip
 """Test modules, and how many processes share each."""
 COMPILES = {"time": 4, "rows": 2, "programmatic": 4, "tune": 12}
-BUSY_UNTIL = 20
+BUSY_UNTIL = 5
 """Seconds from the start during which other work may need the host's processors."""
-FEW, MANY = 8, 16
+FEW, MANY = 20, 24
 
 
 class Run:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from deepdraft.kernels.plans import MEASURED
+
 GROUP = 32
 _PROGRAMS = 512
 """Programs to aim at, about four for each of an H200's 132 multiprocessors."""
@@ -39,6 +41,8 @@ class Plan:
 def dense_plan(rows: int, cols: int, blocks: int = 1) -> Plan:
     """Plan of a matrix [rows, cols], both multiples of 32. `blocks`: of a block-diagonal map, whose
     tiles must not cross a block."""
+    if measured := _measured("dense", rows, cols):
+        return measured
     tile = 64 if rows // blocks % 64 == 0 and rows >= 16384 else 32
     split = _split(-(-_PROGRAMS // (rows // tile)), -(-cols // GROUP // 4), least=2)
     return Plan(tile, 4, split, warps=4, stages=3)
@@ -47,10 +51,20 @@ def dense_plan(rows: int, cols: int, blocks: int = 1) -> Plan:
 def expert_plan(rows: int, cols: int) -> Plan:
     """Plan of a routed expert's matrix. Two rows share a byte, so a tile is `tile` bytes high and
     covers 2 * tile rows."""
+    if measured := _measured("expert", rows, cols):
+        return measured
     tile = next(b for b in (64, 32, 16) if rows // 2 % b == 0)
     programs = _DISTINCT * rows // (2 * tile)
     split = _split(-(-3 * _PROGRAMS // programs), -(-cols // GROUP // 4), least=8)
     return Plan(tile, 4, split, warps=4, stages=3)
+
+
+def _measured(kind: str, rows: int, cols: int) -> Plan | None:
+    found = MEASURED.get((kind, rows, cols))
+    if found is None:
+        return None
+    tile, step, split, warps, stages, registers = found
+    return Plan(tile, step, split, warps, stages, registers=registers)
 
 
 def _split(wanted: int, steps: int, least: int) -> int:
