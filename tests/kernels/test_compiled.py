@@ -10,10 +10,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LANE_INSTRUCTIONS = {
     # kernels.md 3.3: an H200 has 4.1 lane instructions a weight to spend on MXFP4, 7.8 on FP8.
-    "experts up": 3.2,
-    "experts down": 3.2,
-    "fp8 ": 2.6,
-    "fp8xbf16": 4.0,
+    # Low tiles, which small slices need, have more around each weight than high ones (2.9).
+    "experts up": 3.7,
+    "experts down": 3.8,
+    "fp8 ": 3.6,
+    "fp8xbf16": 4.5,
     "bf16 head": 1.3,
 }
 
