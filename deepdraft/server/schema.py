@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from deepdraft.errors import RequestError
+from deepdraft.server.nested import unknown_keys
 
 # Messages
 
@@ -298,7 +299,8 @@ def read_body(
     """The request in a JSON body, and the names of its fields that have no effect.
 
     Raises RequestError that names the place: the field's path, or the byte for broken JSON. A field
-    that is in no list is refused, as nobody knows what it would mean; null is always accepted.
+    that is in no list is refused, as nobody knows what it would mean; null is always accepted. Of
+    chat and completions, keys below the top level that no struct has a place for are named as well.
     """
     try:
         body.decode("utf-8")
@@ -310,6 +312,9 @@ def read_body(
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         ignored = _sort_out(fields, field_names(kind), refused, without_effect)
         request = _decoder(kind).decode(body)
+        if issubclass(kind, SamplingFields):
+            nested = unknown_keys(msgspec.json.decode(body), kind)
+            ignored += tuple(n if _PLAIN_NAME.match(n) else "?" for n in nested)
     except msgspec.ValidationError as error:
         raise _field_error(str(error)) from error
     except msgspec.DecodeError as error:

@@ -414,6 +414,33 @@ def test_fields_without_effect_are_named(client: Client) -> None:
     assert streamed.headers["x-deepdraft-ignored"] == "user"
 
 
+def test_unknown_keys_below_the_top_level_are_named(client: Client) -> None:
+    client.toy.say("ok")
+    part = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}
+    call = {"id": "a", "index": 0, "type": "function", "function": {"name": "f", "more": 1}}
+    response = client.chat(
+        messages=[
+            {"role": "user", "content": [part, part], "name": "bob"},
+            {"role": "assistant", "content": "a", "refusal": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "a", "content": "b", "evil\r\nx: y": 1, "é": 2},
+        ],
+        tools=[{"type": "function", "function": {"name": "f", "parameters": {"any": 1}}}],
+        logit_bias={"5": 1},
+        stream=True,
+        stream_options={"include_usage": True, "include_obfuscation": True},
+        **OFF,
+    )
+    assert response.status_code == 200, response.text
+    assert set(response.headers["x-deepdraft-ignored"].split(", ")) == {
+        *("messages.name", "messages.content.cache_control", "messages.tool_calls.index"),
+        *("messages.tool_calls.function.more", "stream_options.include_obfuscation", "?"),
+    }
+    assert "x" not in response.headers
+    many = {f"k{i}": 1 for i in range(100)}
+    response = client.chat(messages=[{"role": "user", "content": "a", **many}], **OFF)
+    assert response.headers["x-deepdraft-ignored"].count("messages.k") == 32
+
+
 def test_names_and_models(make_client: Callable[..., Client]) -> None:
     client = make_client(server={"served_model_names": ("alias",)})
     client.toy.say("ok")
