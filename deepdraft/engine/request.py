@@ -25,9 +25,12 @@ from deepdraft.types import (
 EventSink = Callable[[TokenEvent], None]
 
 
-def new_gate() -> DraftGate:
+def new_gate(*, greedy: bool = False) -> DraftGate:
     """The gate of a new request. The numbers come from recorded drafts of the demo model
-    (docs/speculation.md): one bad step is enough to pause, and a pause is never long."""
+    (docs/speculation.md): greedy text repeats itself, and a few bad steps say little; of sampled
+    text one is enough to pause. A pause is never long."""
+    if greedy:
+        return DraftGate(trial=3, first_pause=8, longest_pause=64, decay=0.9)
     return DraftGate(trial=1, first_pause=16, longest_pause=64, decay=0.7)
 
 

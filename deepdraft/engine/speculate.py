@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepdraft.engine.request import Request
+from deepdraft.engine.request import Request, new_gate
 from deepdraft.engine.sampler import (
     Choice,
     Row,
@@ -267,10 +267,12 @@ class Speculator:
             self._sampled = CostSchedule(table=options.costs.sampled(), means=means)
 
     def settle(self, request: Request) -> None:
-        """Chooses a new request's rule. At temperature 0 all rules give the same text, and coupled
-        needs no laws."""
+        """Chooses a new request's rule, and its gate. At temperature 0 all rules give the same
+        text, and coupled needs no laws."""
         asked = request.source.speculation.rule or self.options.rule
-        request.rule = "coupled" if request.source.sampling.temperature == 0.0 else asked
+        greedy = request.source.sampling.temperature == 0.0
+        request.rule = "coupled" if greedy else asked
+        request.gate = new_gate(greedy=greedy)
 
     # ---- drafting --------------------------------------------------------------------------
 

@@ -319,7 +319,8 @@ def replay(
     The drafts and what came of them are the recorded ones; ms come from the cost table.
     """
     table = costs.sampled() if sampled else costs.verify
-    schedule, gate = CostSchedule(table=table, means=calibration.means), new_gate()
+    schedule = CostSchedule(table=table, means=calibration.means)
+    gate = new_gate(greedy=not sampled)
     plain = table.step_ms(1)
     tokens = total = 0.0
     for seen in blocks:
