@@ -67,7 +67,8 @@ def open_backend(
         raise click.UsageError("--model-name goes with --url")
     path, name = model_directory(model)
     engine = {key: options[key] for key in ENGINE_FIELDS}
-    return LocalBackend(path, name, load_config(engine=engine))
+    # One answer at a time: no memory is set aside for more, and none are timed at the start.
+    return LocalBackend(path, name, load_config(engine={**engine, "max_running": 1}))
 
 
 class Chat:
