@@ -1,5 +1,6 @@
 """Fixtures: a headless Chromium, the page of a served toy, and a stranger who counts visits."""
 
+import json
 import os
 import shutil
 import threading
@@ -63,6 +64,18 @@ class Opened:
         ids = reply(self.toy.tokenizer, answer)
         self.toy.runner.script = lambda prompt: ids
 
+    def feed(self, answer: str) -> None:
+        """What the next answers are, in one piece and without the toy: for long ones."""
+        delta = {"content": answer, "reasoning_content": None}
+        choice = {"index": 0, "delta": delta, "finish_reason": "stop"}
+        chunk = json.dumps({"choices": [choice]})
+        self.page.route(
+            "**/v1/chat/completions",
+            lambda route: route.fulfill(
+                body=f"data: {chunk}\n\ndata: [DONE]\n\n", content_type="text/event-stream"
+            ),
+        )
+
     def send(self, text: str = "Hi") -> None:
         """Asks, as by hand."""
         self.page.fill("#prompt", text)
@@ -96,7 +109,7 @@ def open_page(browser: Any, make_live: Callable[..., Live]) -> Iterator[Callable
         **options: Any,
     ) -> Opened:
         contexts.append(browser.new_context(**(context or {})))
-        contexts[-1].set_default_timeout(20_000)
+        contexts[-1].set_default_timeout(60_000)
         live = make_live(drafts=drafts, **options)
         tab = Opened(live, contexts[-1])
         tab.page.set_checked("#thinking", thinking)

@@ -133,10 +133,10 @@ def html(attack: str, stranger: Stranger) -> str:
 
 def test_the_preview_reaches_nobody(open_page: Callable[..., Opened], stranger: Stranger) -> None:
     """Every attack in a preview of its own, all in one answer; a visit's path tells whose."""
-    tab = open_page(drafts=False, max_tokens=32_000)
-    tab.page.fill("#p-max_tokens", "20000")
+    tab = open_page()
     pages = [f"```html\n{html(attack, stranger)}\n```" for attack in ATTACKS]
-    tab.ask(answer="\n\n".join(pages))
+    tab.feed("\n\n".join(pages))
+    tab.ask()
     runs = tab.page.locator("button.run")
     assert runs.count() == len(ATTACKS)
     for i in range(len(ATTACKS)):
