@@ -30,6 +30,7 @@ from deepdraft.checkpoint.config import parse_args  # noqa: E402
 from deepdraft.engine.dummy import DummyWeights, dummy_args  # noqa: E402
 from deepdraft.errors import RankError  # noqa: E402
 from deepdraft.kernels.one_shot import OneShot  # noqa: E402
+from deepdraft.kernels.runtime import use_programmatic_launch  # noqa: E402
 from deepdraft.models.v41_buffers import DeviceCaches, RowInputs  # noqa: E402
 from deepdraft.models.v41_draft import DeviceDrafter  # noqa: E402
 from deepdraft.models.v41_joins import Joins, OwnTables, RankJoins  # noqa: E402
@@ -338,17 +339,19 @@ def whole(group: ProcessGroup, options: argparse.Namespace, note) -> None:
     note("weights_GB_per_rank", round(bench.weights.nbytes / 1e9, 2))
     ways = {
         "one-shot": bench.joins,
+        "one-shot, programmatic launch": bench.joins,
         "nccl": RankJoins(NcclExchange(group.size), tables),
         "none": RankJoins(NoExchange(group.size), tables),
     }
     for name, way in ways.items():
         bench.joins = way
+        use_programmatic_launch("programmatic" in name)
         for rows, experts in ROWS if name == "one-shot" else ROWS[:1]:
             if time.monotonic() - begin > options.seconds - 15:
                 note(f"{name}, rows {rows} experts {experts}", "no time left")
                 continue
             note(f"{name}, rows {rows} experts {experts}", timed(bench, group, rows, experts))
-            if name == "one-shot":
+            if "one-shot" in name:
                 exchange.check()
 
 
