@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import platform
+import random
 import socket
 import subprocess
 import sys
@@ -41,8 +42,8 @@ async def measure(url: str) -> dict[str, object]:
 
     async def many(start: int) -> None:
         for i in range(ROUNDS):
+            await asyncio.sleep(random.uniform(0.0, 0.4))  # turns of 200 conversations
             await look(start + i * CONCURRENT)
-            await asyncio.sleep(0.2)  # 200 conversations that think between their turns
 
     for i in range(200):
         await look(i)

@@ -120,7 +120,8 @@ class KvCache:
         for exact, index in self.index.items():
             match = index.match(token_ids[:-1])
             found += plans(self.geometry, wanted, match, exact_entries=exact)
-        return best_first(found)
+        least = self.settings.min_tokens
+        return best_first([p for p in found if len(token_ids) - p.rows >= least])
 
     def saved(self, token_ids: Sequence[int], manifest: Manifest | None = None) -> int:
         """Tokens of this request that need not be computed, from what is here; with a manifest
@@ -133,7 +134,8 @@ class KvCache:
             match = match_of(manifest, token_ids[:-1])
             exact = manifest.exact
             found = list(plans(self.geometry, self._wanted(n), match, exact_entries=exact))
-        return max((n - plan.rows for plan in found), default=0)
+        most = max((n - plan.rows for plan in found), default=0)
+        return most if most >= self.settings.min_tokens else 0
 
     def lookup(self, token_ids: Sequence[int]) -> Hit | None:
         """The cheapest way to start this request from what is stored; None: from nothing.
@@ -285,7 +287,7 @@ class KvCache:
         wanted = {n - 1, match.length if match else 0}
         if self.mode == "encoder":
             wanted.add(n - self.geometry.window)
-        return sorted(p for p in wanted - there if 0 < p < n)
+        return sorted(p for p in wanted - there if self.settings.min_tokens <= p < n)
 
     def capture(self, state: SequenceState, at: int | None = None) -> CheckpointData | None:
         """Copy the sequence's windows after its first `at` tokens (None: all, else at most the
@@ -330,6 +332,9 @@ class KvCache:
         raised. `then` is called with the number once the entry can be read, on any thread.
         """
         captured = [c for c in checkpoints]
+        if state.num_tokens < self.settings.min_tokens:
+            self.discard(captured)
+            return None
         entry = None
         try:
             entry = self._collect(state, captured)

@@ -30,6 +30,9 @@ class StoreSettings:
     quarantine_share: float = 0.05
     max_checkpoints: int = 8
     """Checkpoints of one conversation that are kept."""
+    min_tokens: int = 32
+    """Fewer tokens are computed faster than they are looked for: all conversations begin with the
+    same few."""
 
     @classmethod
     def of(cls, layout: Layout) -> StoreSettings:
@@ -63,5 +66,5 @@ class StoreSettings:
                 f"grace ({self.grace_s} s) must not be below a lease ({self.lease_s} s): a reader "
                 f"may still read that long"
             )
-        if self.chunk_blocks < 1 or self.max_checkpoints < 1:
-            raise ConfigError("chunk_blocks and max_checkpoints must be at least 1")
+        if min(self.chunk_blocks, self.max_checkpoints, self.min_tokens) < 1:
+            raise ConfigError("chunk_blocks, max_checkpoints and min_tokens must be at least 1")

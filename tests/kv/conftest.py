@@ -19,7 +19,7 @@ from deepdraft.proof.tiny import RandomWeights, tiny_args
 
 CONTEXT, SLACK = 512, 8
 FINGERPRINT = fingerprint({"model": "tiny", "numerics": "exact"})
-SETTINGS = StoreSettings(chunk_blocks=2)
+SETTINGS = StoreSettings(chunk_blocks=2, min_tokens=1)
 ModelOf = Callable[[str], DeepseekV41]
 
 

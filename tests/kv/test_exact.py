@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from deepdraft.kv.cache import KvCache
+from deepdraft.kv.settings import StoreSettings
 from deepdraft.models.deepseek_v41 import DeepseekV41
 from tests.kv.conftest import SLACK, ModelOf, Served, text
 
@@ -103,6 +104,25 @@ def test_a_short_turn_in_mode_encoder(new: int, model: DeepseekV41) -> None:
     turn = [*prompt, *tokens[:-1], *text(32, new)]
     start = both(served, turn, keep=False)
     assert start == "none" or int(start.split("/")[0]) <= len(turn) - W
+
+
+def test_a_few_tokens_are_neither_stored_nor_looked_for(model: DeepseekV41) -> None:
+    """All conversations begin alike; starting from there would cost more than it saves."""
+    served = Served(model, settings=StoreSettings(chunk_blocks=2, min_tokens=32))
+    cache, long = served.cache, text(41, 70)
+    assert cache.points(long[:20]) == [] and cache.points(long[:33]) == [32]
+    state = served.runner.open_sequence()
+    served.runner.prefill(state, long[:31], final=True)
+    captured = cache.capture(state)
+    assert captured is not None and cache.store(state, [captured]) is None
+    served.close(state)
+    assert cache.stats()["slots_used"] == 0 and cache.stats().get("store_refused", 0) == 0
+    both(served, long)
+    other = [*long[:31], *text(42, 40)]
+    assert cache.points(other) == [70] and cache.saved(other) == 0
+    assert both(served, other) == "none"
+    assert both(served, [*long[:50], *text(43, 9)]) == "none"  # no checkpoint there, too short
+    assert both(served, [*long, 7]) == "69/69"
 
 
 def test_windows_of_a_bounded_replay_are_not_used_in_mode_full(model: DeepseekV41) -> None:

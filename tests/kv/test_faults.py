@@ -38,7 +38,7 @@ class Kept:
             expected=FINGERPRINT,
             layout=LAYOUT,
             max_bytes=slots * SLOT,
-            settings=StoreSettings(chunk_blocks=1),
+            settings=StoreSettings(chunk_blocks=1, min_tokens=1),
             spill=spill,
             **{"spill_bytes": 1 << 30, **options},  # type: ignore[arg-type]
         )

@@ -180,10 +180,10 @@ def test_usage_says_what_came_from_the_cache_in_every_api(make_peer: MakePeer) -
     usage = peer.post("/v1/responses", {**fields, "store": False}).json()["usage"]
     assert usage["input_tokens_details"]["cached_tokens"] == n - 1
     assert usage["input_tokens_details"]["cache_source"] == "host"
-    body = {"prompt": ["abcdefgh", "abcdefgh", "xyz"], "max_tokens": 2, "n": 2}
+    body = {"prompt": ["ab" * 20, "ab" * 20, "xyz" * 12], "max_tokens": 2, "n": 2}
     peer.post("/v1/completions", body)
     usage = peer.post("/v1/completions", body).json()["usage"]
-    assert usage["prompt_tokens"] == 22 and usage["prompt_cache_hit_tokens"] == 8 + 8 + 3
+    assert usage["prompt_tokens"] == 119 and usage["prompt_cache_hit_tokens"] == 40 + 40 + 36
 
 
 def test_metrics_moved(make_peer: MakePeer) -> None:

@@ -59,7 +59,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         expected=FINGERPRINT,
         layout=layout,
         max_bytes=1 << 23,
-        settings=StoreSettings(chunk_blocks=2),
+        settings=StoreSettings(chunk_blocks=2, min_tokens=1),
     )
     state, tokens = pool.open(), text(1, 37)
     fill(state, tokens)

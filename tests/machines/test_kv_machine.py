@@ -24,6 +24,7 @@ from tests.kv.synthetic import fill, holds, spoil
 ARGS = tiny_args()
 LAYOUT = Layout.of(ARGS, packed=False, block_tokens=4)
 SETTINGS = StoreSettings(
+    min_tokens=1,
     chunk_blocks=2,
     lease_s=10,
     max_lease_s=25,
