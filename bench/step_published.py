@@ -49,7 +49,7 @@ class Published:
         self.bench = StepBench(self.shape, context=args.context)
         self.rate = 4.3e12
         self.reference: torch.Tensor | None = None
-        self.best: tuple = (float("inf"), True, False, (0, 0))
+        self.best = float("inf"), True, False
         self.layers_ms: dict[tuple[int, int], float] = {}
 
     def loaded(self) -> dict:
@@ -87,12 +87,11 @@ class Published:
             "capture_s": round(captured.seconds, 2),
         }  # fmt: skip
 
-    def variant(self, *, lanes: bool, pdl: bool, fetch: tuple[int, int] = (0, 0)) -> dict:
+    def variant(self, *, lanes: bool, pdl: bool) -> dict:
         """Six rows, 22 experts: side lanes and programmatic launch on or off. The fastest so far
         that gives the same bits stays on."""
         bench = self.bench
         bench.step.lanes = Lanes(bench.weights.device, on=lanes)
-        bench.step.fetch = fetch
         runtime.use_programmatic_launch(pdl)
         try:
             bench.rng = np.random.default_rng(5)
@@ -105,11 +104,10 @@ class Published:
             equal = bool(torch.equal(captured.logits[:6], self.reference))
             timed = time_graph(captured.graph.replay, replays=10)
             if equal and timed.median < self.best[0]:
-                self.best = timed.median, lanes, pdl, fetch
+                self.best = timed.median, lanes, pdl
         finally:
             bench.step.lanes = Lanes(bench.weights.device, on=self.best[1])
             runtime.use_programmatic_launch(self.best[2])
-            bench.step.fetch = self.best[3]
         return {"ms": round(timed.median, 4), "best": round(timed.best, 4), "same_bits": equal}
 
     def whole(self, rows: int, experts: int) -> dict:
@@ -181,10 +179,13 @@ class Published:
 
         rng = np.random.default_rng(3)
         self.bench.step.forced = None
-        found = {}
+        found: dict[str, list[str]] = {}
         for first in (120, 506, 1016, 16376, self.context - 8):
-            text = [int(t) for t in rng.integers(0, self.shape.vocab_size, 24)]
-            found[str(first)] = forced_accepts(self.bench.step, text, first=first)
+            for begin_with in range(6):
+                text = [int(t) for t in rng.integers(0, self.shape.vocab_size, 10)]
+                found.setdefault(str(first), []).extend(
+                    forced_accepts(self.bench.step, text, first=first, begin_with=begin_with)
+                )
         return {"wrong": found}
 
     def removal(self) -> dict:
@@ -224,11 +225,6 @@ def run(args: argparse.Namespace, results: Results, wait: Any) -> None:
     for lanes, pdl in ((False, False), (True, False), (True, True)):
         name = f"variant lanes {int(lanes)} pdl {int(pdl)}"
         results.stage(name, lambda a=lanes, b=pdl: p.variant(lanes=a, pdl=b), needs=20)
-    for fetch in ((32 << 20, 0), (32 << 20, 12 << 20), (12 << 20, 0)):
-        name = f"variant fetch {fetch[0] >> 20}+{fetch[1] >> 20} MiB"
-        results.stage(
-            name, lambda f=fetch: p.variant(lanes=p.best[1], pdl=p.best[2], fetch=f), needs=20
-        )
     for rows, experts in ROWS[:2]:
         name = f"rows {rows} experts {experts}"
         results.stage(f"layers {name}", lambda r=rows, e=experts: p.layers(r, e))

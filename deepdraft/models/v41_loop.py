@@ -127,6 +127,7 @@ class DeviceLoop:
         if masked:
             size = (len(self.inputs), step.args.vocab_size)
             self.bias = torch.zeros(size, dtype=torch.float32, device=device)
+            self._staged = torch.zeros(size, dtype=torch.float32, pin_memory=pinned)
         self._out: Output | None = None
         self._end: torch.cuda.CUDAGraph | None = None
         self._read = 0
@@ -245,11 +246,11 @@ class DeviceLoop:
     def set_mask(self, row: int, allowed: Tensor | None) -> None:
         """Which tokens may stand behind a row of the step: bool [V] on the host, None: all."""
         assert self.bias is not None, "this loop was made without masks"
-        if allowed is None:
-            self.bias[row] = 0.0
-            return
-        values = torch.where(allowed, 0.0, -torch.inf)
-        self.bias[row].copy_(values.pin_memory() if self.bias.is_cuda else values)
+        staged = self._staged[row]
+        staged.zero_()
+        if allowed is not None:
+            staged.masked_fill_(~allowed, -torch.inf)
+        self.bias[row].copy_(staged, non_blocking=True)
 
     # ---- the host's part -------------------------------------------------------------------
 

@@ -27,7 +27,6 @@ from deepdraft.kernels import (
     index,
     mhc,
     moe,
-    prefetch,
     routing,
     rows,
 )
@@ -121,8 +120,7 @@ class Lanes:
 
     def __init__(self, device: torch.device, *, on: bool) -> None:
         on = on and device.type == "cuda"
-        names = ("mix", "side", "fetch")
-        self._streams = {n: torch.cuda.Stream(device) for n in names} if on else {}
+        self._streams = {n: torch.cuda.Stream(device) for n in ("mix", "side")} if on else {}
 
     @contextlib.contextmanager
     def aside(self, name: str) -> Generator[None]:
@@ -223,8 +221,6 @@ class DeviceStep:
         self.forced: list[Tensor] | None = None
         """Experts of each layer in place of the router's choice, int32 [R, K] (measurements)."""
         self.observer: Observer | None = None
-        self.fetch = (0, 0)
-        """Bytes of wo_a and wo_b that are brought into the L2 cache beside attention."""
 
     def run(self, inputs: RowInputs, skip: Skip = frozenset()) -> Output:
         """All layers and the head on these rows; writes their state."""
@@ -346,10 +342,6 @@ class DeviceStep:
             source = role.index_source
             kept = places.selected.get(source) or next(iter(places.selected.values()))
             main, chosen = caches.main[role.kv_source], kept.address
-        if any(self.fetch):
-            with self.lanes.aside("fetch"):
-                for weight, most in zip((w.wo_a, w.wo_b), self.fetch, strict=True):
-                    prefetch.prefetch(weight.values, most)
         if "attention" in skip:
             heads = query[:, : w.sink.shape[0] * args.head_dim]
             o = heads.unflatten(1, (w.sink.shape[0], -1)).contiguous()
@@ -359,8 +351,6 @@ class DeviceStep:
             scale=args.head_dim**-0.5, main=main, main_rows=chosen,
         )  # fmt: skip
         self._note(f"L{layer}.attn_o", o)
-        if any(self.fetch):
-            self.lanes.join("fetch")
         return attention_out(o, w, self.joins, skip)
 
     def _write_entry(

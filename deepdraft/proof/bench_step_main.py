@@ -19,6 +19,7 @@ from deepdraft.checkpoint.config import parse_args
 from deepdraft.engine.dummy import dummy_args
 from deepdraft.engine.gpu_runner import check_gpu
 from deepdraft.errors import ConfigError
+from deepdraft.kernels.runtime import use_programmatic_launch
 from deepdraft.proof.bench import commit, machine
 from deepdraft.proof.bench_step import StepBench, profile_replays, time_graph
 from deepdraft.proof.step_bytes import OBSERVED_POOL, distinct, step_bytes
@@ -75,6 +76,7 @@ def main(
     args = dummy_args(full, layers=layers, expert_pool=expert_pool, engram_rows=1 << 21)
     drafter = layers is None or layers >= full.num_hidden_layers
     check_gpu(args, drafter=drafter)
+    use_programmatic_launch(True)
     rate = copy_rate()
     bench = StepBench(args, context=context, drafter=drafter)
     lines: list[dict[str, Any]] = []

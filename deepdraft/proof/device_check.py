@@ -181,21 +181,30 @@ def step_logits(
 
 @torch.inference_mode()
 def forced_accepts(
-    step: DeviceStep, text: Sequence[int], *, first: int = 0, slot: int = 0, width: int = 6
+    step: DeviceStep,
+    text: Sequence[int],
+    *,
+    first: int = 0,
+    slot: int = 0,
+    width: int = 6,
+    begin_with: int = 0,
 ) -> list[str]:
     """Verification of drafts that are right up to a place and wrong behind it, 0 to width - 1 right
     ones in turn, from position `first` on; what differs from plain steps of the same text in any
     bit of the logits of a row that counts.
 
-    What lies before `first` is what the caches hold.
+    What lies before `first` is what the caches hold: the text must be short enough that its rows
+    leave the window before `first` in the rings. `begin_with`: right drafts of the first step.
     """
+    spare = step.caches.ring - step.args.sliding_window
+    assert not first or len(text) + width <= spare, f"{len(text)=} overwrites the window before"
     inputs = RowInputs(width, step.weights.device)
     plain = []
     for at, token in enumerate(text):
         inputs.set([(slot, first + at, [token])])
         plain.append(step.run(inputs).logits[0].clone())
     wrong: list[str] = []
-    at = number = 0
+    at, number = 0, begin_with * 5
     while at < len(text):
         right = number * 5 % width  # every count at odd and even positions
         ids = list(text[at : at + right + 1])
