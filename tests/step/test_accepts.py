@@ -1,4 +1,4 @@
-"""Verification of drafts that are right up to a place, bit for bit, after the window has wrapped."""
+"""Verification of drafts that are right up to a place: equal bits, after the window has wrapped."""
 
 import pytest
 
