@@ -6,7 +6,7 @@ Owns: planting them, and which cause must come first. Knows nothing of: how caus
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,7 +178,7 @@ def _overflow(root: Path) -> tuple[str, ...]:
 
 
 @contextmanager
-def bias_in_weights(biases: Tensor) -> Iterator[None]:
+def bias_in_weights(biases: Tensor) -> Generator[None]:
     """While it lasts, our engine adds a selection bias to the experts' weights, too."""
     right = experts.expert_weights
 
