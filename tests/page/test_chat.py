@@ -248,26 +248,17 @@ def test_side_by_side(open_page: Callable[..., Opened]) -> None:
 def test_side_by_side_says_where_answers_part(open_page: Callable[..., Opened]) -> None:
     tab = open_page()
     tab.page.click("#compare")
-    calls = 0
-
-    def answer(prompt: str) -> str:
-        # The fake runner asks for its script at every step: the plain run gets another text.
-        return "abcdefgh" if tab.page_is_drafted else "abcdXfgh"  # type: ignore[attr-defined]
-
-    tab.page_is_drafted = True  # type: ignore[attr-defined]
-
-    def sent(request: Any) -> None:
-        nonlocal calls
-        if request.method == "POST":
-            calls += 1
-            tab.page_is_drafted = calls == 1  # type: ignore[attr-defined]
-
-    tab.page.on("request", sent)
     tab.page.fill("#p-temperature", "0")
-    tab.ask(answer=None)
-    tab.toy.say(answer)
-    calls = 0
-    tab.page.click("button:text('Retry')")
+    tab.toy.say(lambda prompt: "abcdXfgh" if "Other" in prompt else "abcdefgh")
+
+    def meddle(route: Any) -> None:
+        body = json.loads(route.request.post_data)
+        if body["speculation"].get("drafts") == 0:
+            body["messages"][0]["content"] = "Other"
+        route.continue_(post_data=body)
+
+    tab.page.route("**/v1/chat/completions", meddle)
+    tab.ask()
     tab.page.wait_for_selector(".verdict[data-equal=false]")
     assert "Different from token 5 on" in tab.page.inner_text(".verdict")
 
