@@ -233,9 +233,9 @@ def test_switched_off_and_families_without_one(make_peer: MakePeer, tmp_path: Pa
     toy = Toy(tmp_path)  # a runner that is no V4.1 model
     model = toy.load()
     assert open_reuse(model, EngineConfig()) is None
-    with pytest.raises(ConfigError, match="family does not have"):
+    with pytest.raises(ConfigError, match="need the KV cache"):
         open_reuse(model, EngineConfig(kv_spill=str(tmp_path)))
-    with pytest.raises(ConfigError, match="family does not have"):
+    with pytest.raises(ConfigError, match="need the KV cache"):
         open_reuse(model, EngineConfig(), FleetConfig(directory="redis://127.0.0.1"))
 
 
