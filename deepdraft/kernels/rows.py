@@ -172,8 +172,8 @@ def place_rows(
 
     ids, positions, slots int32 [R]; floors int32 [S, 3]: the first window position that exists in
     the encoder's, the decoder's and the drafter's rings of each sequence; tokens int32 [S,
-    context]; turns float32 [context, 4, P]: cos and sin of the window's base, then of the main one. `ring`,
-    `pending`, `entries` (ratio 1, ratio 2): rows of one sequence in each cache. Rows of one
+    context]; turns float32 [context, 4, P]: cos and sin of the window's base, then of the main one.
+    `ring`, `pending`, `entries` (ratio 1, ratio 2): rows of one sequence in each cache. Rows of one
     sequence stand together, in order of position.
 
     Returns plan int32 [9, R] (see PLAN), lists int32 [2, R, W] (window rows by position, encoder's
