@@ -22,7 +22,7 @@ from deepdraft.engine.protocol import ModelRunner, ParkingRunner
 from deepdraft.engine.request import EventSink, Request
 from deepdraft.engine.sampler import Choice, Sampler
 from deepdraft.engine.scheduler import Limits, PrefillChunk, Scheduler
-from deepdraft.engine.speculate import Block, Outcome, Speculation, Speculator
+from deepdraft.engine.speculate import FATAL, Block, Outcome, Speculation, Speculator
 from deepdraft.errors import DeepdraftError, EngineError, Overloaded, PromptTooLong, RequestError
 from deepdraft.telemetry import Counters, logger
 from deepdraft.types import (
@@ -37,9 +37,6 @@ from deepdraft.types import (
 if TYPE_CHECKING:  # the KV cache brings packages that a bare GPU host lacks
     from deepdraft.engine.reuse import Reuse
 
-FATAL = (KeyboardInterrupt, SystemExit)
-"""What ends the engine. Any other BaseException is the panic of a library written in Rust, and ends
-the request that it belongs to."""
 STEP_PARTS = ("draft", "verify", "judge", "commit")
 """Parts of a decode step whose time is counted."""
 

@@ -43,6 +43,9 @@ from deepdraft.spec.verify import verify
 from deepdraft.telemetry import logger
 from deepdraft.types import Origin, Rule, StepTrace
 
+FATAL = (KeyboardInterrupt, SystemExit)
+"""What ends the engine. Any other BaseException is the panic of a library written in Rust, and ends
+the request that it belongs to."""
 HOPELESS = 0.05
 """A draft less likely to stand than this is worth no row on any machine; by cost, drafting ends."""
 CROWD = 4
@@ -102,9 +105,11 @@ class Block:
         self.raw: list[float] = []
         self.drafted = False
         """The drafter ran for it."""
+        self.size = 0
+        """Drafts that it was to have, as known before any was made."""
         self.num_drafted = 0
         """Drafts before the schedule cut them."""
-        self.error: DeepdraftError | None = None
+        self.error: BaseException | None = None
         """Why the request can have no further token."""
         self._walked = 0
         """Drafts that the grammar's matcher was led through."""
@@ -170,9 +175,16 @@ class Block:
 
     def walk_back(self) -> None:
         """Leads the grammar's matcher back to before the drafts."""
-        if self.request.matcher is not None:
-            self.request.matcher.rollback(self._walked)
-            self._walked = 0
+        walked, self._walked = self._walked, 0
+        if self.request.matcher is None or not walked:
+            return
+        try:
+            self.request.matcher.rollback(walked)
+        except FATAL:
+            raise
+        except BaseException as error:
+            self.error = error
+            self.cut(0)
 
     def cut(self, num_drafts: int) -> None:
         """Keeps the first drafts. Raw confidences stay: what was cut is part of the record."""
@@ -317,25 +329,34 @@ class Speculator:
         live = []
         for block, drafts in pairs:
             block.drafted = True
-            most = min(len(drafts), self._most_drafts(block.request))
-            live.append(_Filling(block, drafts, most, block.request.output_ids[-1]))
+            block.size = min(len(drafts), self._most_drafts(block.request))
+            live.append(_Filling(block, drafts, block.size, block.request.output_ids[-1]))
         position = 0
-        while live := [filling for filling in live if position < filling.most]:
-            refined = self._refine(live, position)
-            if refined:
-                tops = self._sampler.tops(torch.stack([logits_V for _, logits_V, _ in refined]))
-                for (filling, logits_V, raw), top in zip(refined, tops, strict=True):
-                    try:
-                        more = self._extend(filling, logits_V, raw, top)
-                    except Exception:
-                        # What was drafted before stands: each draft is complete with its law.
-                        logger.warning("drafting failed at %d", filling.block.start, exc_info=True)
-                        more = False
-                    if not more:
-                        filling.most = 0
-            position += 1
-        for block, _ in pairs:
-            block.walk_back()
+        try:
+            while live := [filling for filling in live if position < filling.most]:
+                self._fill_position(live, position)
+                position += 1
+        finally:
+            # Whatever happened: a matcher left behind drafts would judge the wrong place.
+            for block, _ in pairs:
+                block.walk_back()
+
+    def _fill_position(self, live: Sequence[_Filling], position: int) -> None:
+        refined = self._refine(live, position)
+        if not refined:
+            return
+        tops = self._sampler.tops(torch.stack([logits_V for _, logits_V, _ in refined]))
+        for (filling, logits_V, raw), top in zip(refined, tops, strict=True):
+            try:
+                more = self._extend(filling, logits_V, raw, top)
+            except FATAL:
+                raise
+            except BaseException:
+                # What was drafted before stands: each draft is complete with its law.
+                logger.warning("drafting failed at %d", filling.block.start, exc_info=True)
+                more = False
+            if not more:
+                filling.most = 0
 
     def _refine(self, live: Sequence[_Filling], i: int) -> list[tuple[_Filling, Tensor, float]]:
         """Logits [V] and raw confidence of draft i of each block; ends those that fail."""
@@ -343,7 +364,7 @@ class Speculator:
         if together is not None:
             try:
                 logits_QV, raw = together([f.drafts for f in live], i, [f.previous for f in live])
-                return list(zip(live, logits_QV, raw, strict=True))
+                return self._usable(list(zip(live, logits_QV, raw, strict=True)))
             except Exception:
                 logger.warning("drafts of %d blocks failed together", len(live), exc_info=True)
         refined = []
@@ -353,7 +374,20 @@ class Speculator:
             except Exception:
                 logger.warning("drafting failed at %d", filling.block.start, exc_info=True)
                 filling.most = 0
-        return refined
+        return self._usable(refined)
+
+    def _usable(
+        self, refined: Sequence[tuple[_Filling, Tensor, float]]
+    ) -> list[tuple[_Filling, Tensor, float]]:
+        """Ends the blocks whose logits are not the vocabulary's: the model cannot take the rest."""
+        good = []
+        for one in refined:
+            if one[1].shape == (self._sampler.vocab_size,):
+                good.append(one)
+            else:
+                logger.warning("a draft's logits have the shape %s", tuple(one[1].shape))
+                one[0].most = 0
+        return good
 
     def _extend(self, filling: _Filling, logits_V: Tensor, raw: float, top: Top) -> bool:
         """Adds a draft to its block; whether there may be another. May raise: nothing is added."""
@@ -389,18 +423,20 @@ class Speculator:
         sampled = any(b.request.source.sampling.temperature for b in blocks)
         schedule = self._sampled if sampled else self._greedy
         confidences = [self._confidences(block) for block in blocks]
+        sizes = [block.size for block in blocks]
         most = max(MAX_STEP_ROWS, len(blocks))
         if isinstance(schedule, CostSchedule):
             load = float(len(blocks))
             allocation = schedule.allocate(
                 confidences,
+                sizes=sizes,
                 max_rows=most,
                 load=load,
                 rate=len(blocks) / schedule.table.step_ms(len(blocks), load),
                 spent_ms=self._draft_ms(blocks),
             )
         else:
-            allocation = schedule.allocate(confidences, max_rows=most)
+            allocation = schedule.allocate(confidences, sizes=sizes, max_rows=most)
         for block, num_drafts in zip(blocks, allocation.num_drafts, strict=True):
             block.cut(num_drafts)
 

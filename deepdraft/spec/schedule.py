@@ -6,12 +6,13 @@ the gate that stops drafting where it does not pay. Knows nothing of: target res
 Every choice here is a stopping rule. Whether draft i + 1 goes in is decided from the confidences of
 drafts up to i + 1, and a confidence depends on earlier drafts only. A choice that looked further
 (say, the best of all counts) would depend on drafts that it then throws away, and the text would
-not follow the target's law any more (docs/speculation.md).
+not follow the target's law any more (docs/speculation.md). How long a block became is such a look
+ahead, as a draft that is a stop token ends it; how long it was to be is not: that is `sizes`.
 """
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,14 +47,16 @@ class Schedule(Protocol):
         self,
         confidences: Sequence[Sequence[float]],
         *,
+        sizes: Sequence[int] | None = None,
         max_rows: int | None = None,
         load: float = 0.0,
     ) -> Allocation:
         """Chooses for every request of a step.
 
         `confidences[r][i]`: probability that draft i of request r is accepted if all before it
-        were. A NaN or one outside [0, 1] ends that request's drafts. `max_rows` bounds the rows of
-        the whole step, and each request needs one whatever happens.
+        were. A NaN or one outside [0, 1] ends that request's drafts. `sizes[r]`: drafts its block
+        was to have, as known before any was made; None: as many as it has. `max_rows` bounds the
+        rows of the whole step, and each request needs one whatever happens.
         """
         ...
 
@@ -96,6 +99,13 @@ def _usable(confidence: float) -> bool:
     return 0.0 <= confidence <= 1.0  # false for NaN
 
 
+def _sizes(confidences: Sequence[Sequence[float]], sizes: Sequence[int] | None) -> Sequence[int]:
+    if sizes is None:
+        return [len(own) for own in confidences]
+    assert all(len(own) <= n for own, n in zip(confidences, sizes, strict=True)), f"{sizes=}"
+    return sizes
+
+
 def _room(num_requests: int, max_rows: int | None) -> float:
     return math.inf if max_rows is None else max(0, max_rows - num_requests)
 
@@ -110,6 +120,7 @@ class FixedSchedule:
         self,
         confidences: Sequence[Sequence[float]],
         *,
+        sizes: Sequence[int] | None = None,
         max_rows: int | None = None,
         load: float = 0.0,
     ) -> Allocation:
@@ -163,12 +174,13 @@ class ThresholdSchedule:
         self,
         confidences: Sequence[Sequence[float]],
         *,
+        sizes: Sequence[int] | None = None,
         max_rows: int | None = None,
         load: float = 0.0,
     ) -> Allocation:
-        """See `Schedule`. A request's block size is its number of confidences."""
+        """See `Schedule`."""
         room = _room(len(confidences), max_rows)
-        limits = [self.thresholds(len(own)) for own in confidences]
+        limits = [self.thresholds(size) for size in _sizes(confidences, sizes)]
         front = _Front(confidences)
         expected = float(len(confidences))
         while front.heads and room > 0:
@@ -202,6 +214,7 @@ class CostSchedule:
         self,
         confidences: Sequence[Sequence[float]],
         *,
+        sizes: Sequence[int] | None = None,
         max_rows: int | None = None,
         load: float = 0.0,
         rate: float | None = None,
@@ -210,12 +223,13 @@ class CostSchedule:
         """See `Schedule`. `spent_ms`: time of the step already gone, such as for drafting."""
         room = _room(len(confidences), max_rows)
         rows = len(confidences)
+        sizes = _sizes(confidences, sizes)
         front = _Front(confidences)
         expected = float(rows)
         ms = self.table.step_ms(rows, load) if rows else 0.0
         while front.heads and room > 0:
             price = rate if rate is not None else expected / (spent_ms + ms)
-            if not self._pays(front, rows, room, price, lambda n: self.table.step_ms(n, load)):
+            if not self._pays(front, sizes, rows, room, price, load):
                 break
             expected += front.take()
             rows += 1
@@ -226,13 +240,14 @@ class CostSchedule:
     def _pays(
         self,
         front: _Front,
+        sizes: Sequence[int],
         rows: int,
         room: float,
         price: float,
-        step_ms: Callable[[int], float],
+        load: float,
     ) -> bool:
         """The best draft is worth its row, alone or with the best ones expected behind it."""
-        base = step_ms(rows)
+        base = self.table.step_ms(rows, load)
         heads = [(value, request, front.taken[request]) for value, request in front.heads]
         last = dict.fromkeys(range(len(front.taken)), 0.0)
         for value, request, _ in heads:
@@ -245,9 +260,9 @@ class CostSchedule:
             gain -= value
             rows += 1
             room -= 1
-            if gain > price * (step_ms(rows) - base):
+            if gain > price * (self.table.step_ms(rows, load) - base):
                 return True
-            if i + 1 < len(front.confidences[request]):
+            if i + 1 < sizes[request]:
                 ahead = self.means[i + 1] if i + 1 < len(self.means) else last[request]
                 heapq.heappush(heads, (value * ahead, request, i + 1))
         return False

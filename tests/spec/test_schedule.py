@@ -419,3 +419,16 @@ def test_gate_waits_for_a_trial() -> None:
     for bad in ({"trial": 0}, {"first_pause": 9, "longest_pause": 8}, {"decay": 0.0}):
         with pytest.raises(ConfigError, match="draft gate"):
             DraftGate(**bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_an_early_end_says_nothing_about_earlier_drafts(schedule: Schedule) -> None:
+    """A block that ends early, as at a stop token, is the whole one cut there."""
+    r = np.random.default_rng(3)
+    for size in (1, 2, 3, 5):
+        for _ in range(60):
+            own = list(r.uniform(0.3, 1.0, size))
+            whole = one(schedule, own)
+            for end in range(size + 1):
+                got = one(schedule, own[:end], sizes=[size])
+                assert got == min(whole, end), (own, end)
