@@ -56,7 +56,7 @@ def wait(url: str) -> None:
 
 def ask(url: str, messages: list[dict[str, str]], session: str) -> tuple[float, dict[str, Any]]:
     """Seconds of a turn, and its response."""
-    body = {"messages": messages, "temperature": 0, "max_tokens": 24}
+    body: dict[str, Any] = {"messages": messages, "temperature": 0, "max_tokens": 24}
     body["thinking"] = {"type": "disabled"}
     begin = time.perf_counter()
     answer = httpx.post(
