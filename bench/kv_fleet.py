@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ from tests.kv.fleet_run import FleetRun, can_make_networks
 FAULTS = ["kill", "stall", "redis_lost", "redis_stall", "redis_old", "partition"]
 
 
-def machine() -> dict[str, object]:
+def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
@@ -59,7 +60,7 @@ def main() -> None:
     if options.namespaces and not namespaces:
         print("no network namespaces here (root and the ip command are needed): loopback")
     faults = FAULTS if namespaces else FAULTS[:-1]
-    result = {"what": vars(options) | {"out": None}, **machine()}
+    result: dict[str, Any] = {"what": vars(options) | {"out": None}, **machine()}
     with tempfile.TemporaryDirectory() as directory:
         run = FleetRun(
             Path(directory),
