@@ -444,14 +444,6 @@ class Speculator:
         calibration = self.options.calibrations.get(block.request.rule) or Calibration()
         return calibration.apply([*block.raw, *more])
 
-    def _expected(self, block: Block) -> float:
-        """How many of the verified drafts should stand."""
-        total, survival = 0.0, 1.0
-        for confidence in self._confidences(block)[: len(block.token_ids)]:
-            survival *= confidence
-            total += survival
-        return total
-
     def _draft_ms(self, blocks: Sequence[Block]) -> float:
         costs = self.options.costs
         drafting = [b for b in blocks if b.drafted]
@@ -542,8 +534,8 @@ class Speculator:
         """Takes the results of a step to the record and the gate of each request.
 
         `ms`: the whole step as measured. The gate reckons in the cost table's milliseconds, so that
-        a busy moment of the machine does not look like a bad draft, and in the mean of the drafts
-        accepted and those expected, which is less of a gamble than either.
+        a busy moment of the machine does not look like a bad draft, and in accepted drafts alone,
+        so that a drafter that is wrong about itself cannot keep it open.
         """
         for block, num_accepted in zip(blocks, accepted, strict=True):
             record = block.request.record
