@@ -325,7 +325,7 @@ def replay(
     tokens = total = 0.0
     for seen in blocks:
         extra = len(seen.raw) * costs.sampled_draft if sampled else 0.0
-        draft_ms, expected = costs.draft.step_ms(1) + extra, 0.0
+        draft_ms = costs.draft.step_ms(1) + extra
         if fixed is not None:
             count = min(fixed, len(seen.raw))
             draft_ms = draft_ms if fixed else 0.0
@@ -333,13 +333,13 @@ def replay(
             count, draft_ms = 0, 0.0
         else:
             chosen = schedule.allocate([calibration.apply(seen.raw)], rate=1.0 / plain)
-            count, expected = chosen.num_drafts[0], chosen.expected_tokens
+            count = chosen.num_drafts[0]
         gained = 1 + min(count, seen.num_accepted)
         ms = draft_ms + table.step_ms(1 + count)
         tokens += gained
         total += ms
         if fixed is None and draft_ms:
-            gate.record((gained + expected) / 2, ms, plain)
+            gate.record(gained, ms, plain)
     return tokens, total
 
 
