@@ -28,7 +28,7 @@ def test_load_and_chat(open_page: Callable[..., Opened]) -> None:
     assert not prompt, "nothing runs on"
     assert tab.page.locator("article.answer").count() == 2
     # The gauges come from /metrics.
-    tab.page.wait_for_selector("#g-memory:text('MB')")
+    tab.page.wait_for_selector("#g-memory:text-matches('[MG]B')")
     assert tab.page.inner_text("#g-queue") == "0, 0"
     assert tab.complaints == []
 
