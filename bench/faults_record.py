@@ -11,9 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import platform
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -21,7 +18,7 @@ from typing import Any
 
 import torch
 
-from deepdraft import __version__
+from deepdraft.proof.bench import provenance
 from deepdraft.proof.doctor.run import examine as doctor
 from deepdraft.proof.faults import FAULTS, KINDS
 from deepdraft.proof.faults_pitfalls import PITFALLS
@@ -100,22 +97,6 @@ def clean_ones(python: str, against: int) -> list[dict[str, Any]]:
     return rows
 
 
-def machine() -> dict[str, Any]:
-    """Where this ran."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return {
-        "cpus": os.cpu_count(),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "deepdraft": __version__,
-        "commit": commit.stdout.strip(),
-        "load": os.getloadavg()[0],
-    }
-
-
 def main() -> None:
     """Runs everything."""
     parser = argparse.ArgumentParser()
@@ -125,7 +106,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     python = options.reference_python
-    report: dict[str, Any] = {"machine": machine()}
+    report: dict[str, Any] = provenance()
 
     def reference(directory: Path, ids: list[int]) -> Any:
         return from_transformers(directory, ids, greedy=0, python=python)

@@ -6,8 +6,6 @@ python bench/kv_directory.py [--out bench/results/d-directory.json]
 import argparse
 import asyncio
 import json
-import os
-import platform
 import random
 import socket
 import subprocess
@@ -18,8 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from deepdraft import __version__
 from deepdraft.kv.directory import DirectorySettings, RedisDirectory, session_key
+from deepdraft.proof.bench import provenance
 
 CONCURRENT, ROUNDS, KEYS = 200, 50, 1000
 
@@ -86,17 +84,9 @@ def main() -> None:
         finally:
             server.kill()
             server.wait()
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     head = {
         "what": "directory lookups in a real Redis over TCP on loopback, one asyncio client",
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 1),
-        "python": platform.python_version(),
-        "deepdraft": __version__,
-        "commit": os.environ.get("DEEPDRAFT_COMMIT") or commit,
+        **provenance(),
     }
     text = json.dumps(head | result, indent=1)
     print(text)

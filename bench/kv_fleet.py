@@ -8,9 +8,6 @@ With --hours turns go on for so long. Needs redis-server; --namespaces needs roo
 
 import argparse
 import json
-import os
-import platform
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -20,26 +17,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from deepdraft import __version__
+from deepdraft.proof.bench import provenance
 from tests.kv.fleet_run import FleetRun, can_make_networks
 
 FAULTS = ["kill", "stall", "redis_lost", "redis_stall", "redis_old", "partition"]
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return {
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 1),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "deepdraft": __version__,
-        "commit": os.environ.get("DEEPDRAFT_COMMIT") or commit.stdout.strip(),
-    }
 
 
 def main() -> None:
@@ -60,7 +41,7 @@ def main() -> None:
     if options.namespaces and not namespaces:
         print("no network namespaces here (root and the ip command are needed): loopback")
     faults = FAULTS if namespaces else FAULTS[:-1]
-    result: dict[str, Any] = {"what": vars(options) | {"out": None}, **machine()}
+    result: dict[str, Any] = {"what": vars(options) | {"out": None}, **provenance()}
     with tempfile.TemporaryDirectory() as directory:
         run = FleetRun(
             Path(directory),

@@ -10,10 +10,8 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
 import socket
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -26,7 +24,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from deepdraft import __version__
 from deepdraft.checkpoint.config import parse_args
 from deepdraft.kv import wire
 from deepdraft.kv.cache import KvCache
@@ -38,6 +35,7 @@ from deepdraft.kv.settings import StoreSettings
 from deepdraft.kv.store import CheckpointData
 from deepdraft.kv.transfer import Exporter, TransferSettings
 from deepdraft.models.state import StatePool
+from deepdraft.proof.bench import provenance
 
 CONFIG = Path(__file__).resolve().parents[1] / "tests" / "checkpoint" / "data" / "v41-config.json"
 KEY, RECORD = "a" * 64, Record("epoch", 1, "owner")
@@ -183,18 +181,10 @@ def main() -> None:
     pipe.send("end")
     owner.join(10)
     fetch_s = statistics.median(fetched)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     scale = options.tokens / 100_000
     result = {
         "what": "fetch with verification against the same transport without, loopback, 2 processes",
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 1),
-        "python": platform.python_version(),
-        "deepdraft": __version__,
-        "commit": os.environ.get("DEEPDRAFT_COMMIT") or commit,
+        **provenance(),
         "tokens": options.tokens,
         "bytes": total,
         "connections": options.connections,

@@ -7,8 +7,6 @@ Two `deepdraft serve` processes with a real Redis and TLS on loopback, as in doc
 
 import argparse
 import json
-import os
-import platform
 import socket
 import statistics
 import subprocess
@@ -22,8 +20,8 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from deepdraft import __version__
 from deepdraft.kv.fleet_files import init_fleet
+from deepdraft.proof.bench import provenance
 
 TEXT = "The fox went out on a chilly night and prayed for the moon to give him light. " * 20
 
@@ -117,18 +115,10 @@ def main() -> None:
                 process.terminate()
             for process in processes:
                 process.wait(30)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     ratios = [o / s for o, s in zip(times["other"], times["same"], strict=True)]
     result = {
         "what": "second turn on the server that has the first and on another one, bundled model",
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 1),
-        "python": platform.python_version(),
-        "deepdraft": __version__,
-        "commit": os.environ.get("DEEPDRAFT_COMMIT") or commit,
+        **provenance(),
         "seconds": {name: [round(s, 3) for s in values] for name, values in times.items()},
         "median_s": {n: round(statistics.median(v), 3) for n, v in times.items()},
         "other_over_same_median_of_pairs": round(statistics.median(ratios), 3),

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from playwright.sync_api import sync_playwright  # noqa: E402
 
-from deepdraft.proof.bench import commit, machine  # noqa: E402
+from deepdraft.proof.bench import provenance  # noqa: E402
 from deepdraft.server.page import page_files  # noqa: E402
 from tests.page.conftest import CHROMIUM  # noqa: E402
 from tests.server.conftest import Live  # noqa: E402
@@ -111,7 +111,7 @@ def main() -> int:
     if CHROMIUM is None:
         print("no Chromium here", file=sys.stderr)
         return 2
-    begun = {"date": time.strftime("%Y-%m-%d"), "commit": commit(), "machine": machine()}
+    begun = provenance()
     files = page_files()
     with tempfile.TemporaryDirectory() as directory, sync_playwright() as driver:
         toy = Toy(Path(directory), drafts=True, max_tokens=2 * options.tokens, server={"port": 0})

@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from deepdraft.proof.bench import commit, machine  # noqa: E402
+from deepdraft.proof.bench import provenance  # noqa: E402
 from deepdraft.proof.served import served  # noqa: E402
 
 QUESTIONS = {
@@ -77,7 +77,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--tokens", type=int, default=400)
     options = parser.parse_args()
-    begun = {"date": time.strftime("%Y-%m-%d"), "commit": commit(), "machine": machine()}
+    begun = provenance()
     rows = {}
     with served(None) as server:
         port = int(server.url.rsplit(":", 1)[1])

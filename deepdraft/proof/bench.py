@@ -59,7 +59,10 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The source's commit, with + when the tree has changes; None outside a checkout."""
+    """The source's commit, with + when the tree has changes; None outside a checkout.
+    DEEPDRAFT_COMMIT names that of a copy."""
+    if named := os.environ.get("DEEPDRAFT_COMMIT"):
+        return named
     root = Path(__file__).resolve().parents[2]
     try:
         name = subprocess.run(
@@ -73,6 +76,11 @@ def commit() -> str | None:
     if name.returncode:
         return None
     return name.stdout.strip() + ("+" if dirty.stdout.strip() else "")
+
+
+def provenance() -> dict[str, Any]:
+    """What stands beside every recorded figure."""
+    return {"date": time.strftime("%Y-%m-%d"), "commit": commit(), "machine": machine()}
 
 
 def small_op_us() -> float:
@@ -297,7 +305,7 @@ def main(
     if html is not None and what != "speed":
         raise ConfigError("only bench speed has a report")
     torch.set_num_threads(1)
-    begun = {"date": time.strftime("%Y-%m-%d"), "commit": commit(), "machine": machine()}
+    begun = provenance()
     options = {
         "context": context,
         "tokens": tokens,
