@@ -252,6 +252,16 @@ def test_keys_that_transformers_leaves_out(tmp_path: Path) -> None:
         examine(path, engine="other")
 
 
+def test_a_v4_whose_factor_transformers_would_derive(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "a", "v4", style="transformers5")
+    values = json.loads((path / "config.json").read_text())
+    del values["rope_parameters"]["compress"]["attention_factor"]
+    (path / "config.json").write_text(json.dumps(values))
+    (finding,) = examine(path, static_only=True).findings
+    assert finding.cause == "rope_parameters.compress.attention_factor"
+    assert finding.severity == "warning" and "1.277" in finding.evidence
+
+
 def test_published_shapes_by_headers_alone(tmp_path: Path) -> None:
     """96,085 tensors in 48 files of 510 GB that are holes: nothing but headers can be read."""
     data = Path(__file__).parents[1] / "checkpoint" / "data" / "v41-config.json"

@@ -18,6 +18,7 @@ from deepdraft.errors import CheckpointError, ConfigError
 from deepdraft.proof.native import decided_text, probe_length, probe_text, reach
 from deepdraft.proof.parity.bisect import first_wrong, layer_errors
 from deepdraft.proof.parity.compare import compare_greedy, measure
+from deepdraft.proof.parity.diagnose import diagnose
 from deepdraft.proof.parity.run import examine
 from deepdraft.proof.parity.sources import from_golden, from_native, from_transformers
 from deepdraft.proof.parity.target import Target, run
@@ -135,6 +136,20 @@ def test_bisection_names_layer_and_part(llama: Path) -> None:
         assert place is not None and (place.layer, place.part) == (layer, part)
     same = run(target, ids, layers=True)
     assert first_wrong(layer_errors(same, clean), False) is None
+
+
+def test_a_factor_that_only_the_reference_has_is_the_cause(tmp_path: Path) -> None:
+    """As transformers runs a V4 whose configuration does not write YaRN's factor."""
+    path = write_tiny(tmp_path / "v4", "v4")
+    checkpoint = Checkpoint.open(path)
+    target = Target.of(checkpoint, read_config(path / "config.json"))
+    scaled = target.spec.replaced("rope_scaling.attention_factor", 1.25)
+    ids = probe_text(checkpoint.args, 40)
+    theirs = run(target.with_spec(scaled), ids, layers=True)
+    theirs.spec, theirs.factors = target.spec, {"compress_attention_scaling": 1.25}
+    finding = diagnose(target, theirs, run(target, ids, layers=True), None)[0]
+    assert finding.cause == "rope_scaling.attention_factor"
+    assert "repairing it alone" in finding.evidence
 
 
 def test_steps_of_a_long_text_are_one_trace(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

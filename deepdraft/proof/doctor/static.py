@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deepdraft.arch import V4Args, V41Args
+from deepdraft.arch.decoder import yarn_mscale
 from deepdraft.checkpoint.section import read_config, show
 from deepdraft.checkpoint.shards import Found, Nearest, check_link, read_headers
 from deepdraft.checkpoint.spec import ModelSpec
@@ -60,6 +61,7 @@ def static_checks(path: Path, *, accept_unknown: Iterable[str] = ()) -> Facts:
         facts.findings += _drafter(facts)
     if facts.spec is not None:
         facts.findings += _rotation(facts.spec)
+        facts.findings += _unwritten_factor(facts.spec, read_config(path / "config.json"))
         facts.findings += _tokenizer(facts.path, facts.spec)
     return facts
 
@@ -315,6 +317,24 @@ def _rotation(spec: ModelSpec) -> Iterator[Finding]:
                 "warning",
             )
         return
+
+
+def _unwritten_factor(spec: ModelSpec, original: dict[str, Any]) -> Iterator[Finding]:
+    """A V4 in transformers' style must say the factor that transformers would derive otherwise."""
+    parts = original.get("rope_parameters")
+    if not isinstance(spec.args, V4Args) or not isinstance(parts, dict):
+        return
+    rope = spec.args.compress_rope
+    if rope.kind == "yarn" and parts["compress"].get("attention_factor") is None:
+        yield Finding(
+            "config",
+            "rope_parameters.compress.attention_factor",
+            "transformers derives a factor for cos and sin where none is written; the published "
+            "model has none, and the native engine takes 1",
+            f"0.1 ln({rope.factor:g}) + 1 = {yarn_mscale(rope.factor):.4g} there, 1 here",
+            "write attention_factor: 1.0 beside rope_type",
+            "warning",
+        )
 
 
 def _tokenizer(path: Path, spec: ModelSpec) -> Iterator[Finding]:

@@ -125,13 +125,14 @@ def _frequencies(target: Target, reference: Trace) -> Iterator[Suspect]:
         rope = _ROPES.get(name.removesuffix("attention_scaling"))
         mine = ours.get(f"{rope}.cos_sin_factor")
         if mine is not None and abs(mine - theirs) > 1e-6 * abs(theirs):
+            key = "rope_scaling.attention_factor"
             yield Suspect(
-                "rope_scaling.attention_factor",
+                key,
                 "the reference multiplies cos and sin by another factor, though the "
                 "configurations agree",
                 f"{theirs:.6g} there, {mine:.6g} here",
-                _FIX_KEY,
-                target,
+                "write the factor down in config.json; which one is right: docs/families.md",
+                target.with_spec(target.spec.replaced(key, theirs)) if scaled else target,
             )
 
 
