@@ -16,6 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from deepdraft.kernels.layout import GROUP, Tiled
+from deepdraft.kernels.native import stream
+from deepdraft.kernels.native.fragments import Streamed
 from deepdraft.kernels.rounding import (
     ACT_FLOOR,
     E4M3_CARRY,
@@ -229,17 +231,33 @@ def quantize_rows(x: Tensor) -> QuantRows:
     return QuantRows(codes, scales)
 
 
+def _parts(x: QuantRows | Tensor) -> tuple[Tensor, Tensor | None]:
+    return (x.codes, x.scales) if isinstance(x, QuantRows) else (x, None)
+
+
+def gemv_quantized(x: QuantRows | Tensor, w: Tiled | Streamed, *, blocks: int = 1) -> QuantRows:
+    """As `gemv`, rounded to bfloat16 and then quantised as `quantize_rows` does."""
+    if isinstance(w, Streamed):
+        codes, scales = stream.gemv(*_parts(x), w, blocks=blocks, dtype=torch.uint8)
+        assert scales is not None
+        return QuantRows(codes, scales)
+    return quantize_rows(gemv(x, w, blocks=blocks))
+
+
 def gemv(
-    x: QuantRows | Tensor, w: Tiled, *, blocks: int = 1, dtype: torch.dtype = torch.bfloat16
+    x: QuantRows | Tensor,
+    w: Tiled | Streamed,
+    *,
+    blocks: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """x [R, blocks * K] times w [N, K]: [R, N] in bfloat16 or float32 (contracts: ops.gemm).
 
     QuantRows times fp8, or bfloat16 rows times fp8 or bf16. 8 divides R.
     """
-    if isinstance(x, QuantRows):
-        values, x_scales = x.codes, x.scales
-    else:
-        values, x_scales = x, None
+    if isinstance(w, Streamed):
+        return stream.gemv(*_parts(x), w, blocks=blocks, dtype=dtype)[0]
+    values, x_scales = _parts(x)
     pad, width = values.shape
     if width != blocks * w.cols or pad % ROW_TILE or w.rows % blocks:
         raise ValueError(

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from deepdraft.kernels.gemv import QuantRows, dot_fp8, quantize_groups
 from deepdraft.kernels.layout import GROUP, Tiled
+from deepdraft.kernels.native import stream
+from deepdraft.kernels.native.fragments import Streamed
 from deepdraft.kernels.rounding import from_e8m0, round_bf16, to_bf16_rne
 from deepdraft.kernels.runtime import (
     INTERPRET,
@@ -341,16 +343,21 @@ def _options(w: Tiled) -> dict[str, int]:
 
 
 def routed_up(
-    x: QuantRows, listed: ExpertList, weights: Tensor, w13: Tiled, *, limit: float
-) -> QuantRows:
+    x: QuantRows, listed: ExpertList, weights: Tensor, w13: Tiled | Streamed, *, limit: float
+) -> QuantRows | Tensor:
     """x [R, D] through the up half of its picked experts: FP8 [R * K, F] (contract: ops.moe).
 
     weights float32 [R, K]; w13 [E, 2F, D] tiled from `layout.interleave_pair`. Rows of picks that
-    are -1 are left as they were.
+    are -1 are left as they were. Of streamed weights: the bfloat16 values before quantisation.
     """
     rows, hidden = x.codes.shape
-    k, plan = weights.shape[1], w13.plan
+    k = weights.shape[1]
     _check_experts(w13, listed, rows, k, hidden)
+    if isinstance(w13, Streamed):
+        return stream.routed_up(
+            x.codes, x.scales, listed.experts, listed.slots, weights, w13, limit=limit
+        )
+    plan = w13.plan
     if plan.tile % GROUP:
         raise ValueError(f"up tiles hold whole groups of {GROUP} channels, got {plan.tile=}")
     device = check(x.codes, x.scales, listed.experts, listed.slots, weights, w13.values)
@@ -367,12 +374,18 @@ def routed_up(
     return QuantRows(codes, scales)
 
 
-def routed_down(h: QuantRows, listed: ExpertList, w2: Tiled, *, picks: int) -> Tensor:
-    """h FP8 [R * K, F] through the down half of the same experts: bfloat16 [R, K, D]
-    (contract: ops.moe). `picks`: K."""
-    total, width = h.codes.shape
+def routed_down(
+    h: QuantRows | Tensor, listed: ExpertList, w2: Tiled | Streamed, *, picks: int
+) -> Tensor:
+    """h as `routed_up` gives it [R * K, F] through the down half of the same experts: bfloat16
+    [R, K, D] (contract: ops.moe). `picks`: K."""
+    total, width = h.shape if isinstance(h, Tensor) else h.codes.shape
     rows, hidden = total // picks, w2.rows
     _check_experts(w2, listed, rows, picks, width)
+    if isinstance(w2, Streamed) and isinstance(h, Tensor):
+        return stream.routed_down(h, listed.experts, listed.slots, w2, picks=picks)
+    if isinstance(w2, Streamed) or isinstance(h, Tensor):
+        raise ValueError("both maps of an expert are streamed, or neither is")
     device = check(h.codes, h.scales, listed.experts, listed.slots, w2.values)
     y = torch.empty(rows, picks, hidden, dtype=torch.bfloat16, device=device)
     grid, parts = _grid(w2, listed, device)
@@ -398,7 +411,7 @@ def swiglu_rows(h: Tensor, *, limit: float) -> QuantRows:
     return QuantRows(codes, scales)
 
 
-def _check_experts(w: Tiled, listed: ExpertList, rows: int, k: int, cols: int) -> None:
+def _check_experts(w: Tiled | Streamed, listed: ExpertList, rows: int, k: int, cols: int) -> None:
     if w.kind != "fp4" or w.cols != cols:
         raise ValueError(f"rows of {cols} values do not fit {w.kind} experts of {w.cols} columns")
     if listed.experts.shape != (rows // ROW_TILE, ROW_TILE * k):

@@ -78,6 +78,11 @@ def use_programmatic_launch(on: bool) -> None:
     _programmatic = on and not INTERPRET.value
 
 
+def programmatic_launch() -> bool:
+    """Whether programmatic launch is on."""
+    return _programmatic
+
+
 def launch(kernel: Any, grid: tuple[Any, ...], *args: object, **options: object) -> None:
     """kernel[grid](*args, **options): a jitted function's parameters are not those of a call.
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from deepdraft.kernels import gemv
 from deepdraft.kernels.gemv import QuantRows
 from deepdraft.kernels.layout import Tiled
+from deepdraft.kernels.native.fragments import Streamed
 from deepdraft.kernels.one_shot import OneShot
 
 
@@ -25,7 +26,7 @@ class Joins:
     def begin(self, positions: Tensor) -> None:
         """A step of rows at these positions int32 [R] starts; -1: a row that only fills a tile."""
 
-    def rows(self, x: QuantRows | Tensor, w: Tiled) -> Tensor:
+    def rows(self, x: QuantRows | Tensor, w: Tiled | Streamed) -> Tensor:
         """x times a map whose columns are split: bfloat16 [R, N]."""
         return gemv.gemv(x, w)
 
@@ -65,7 +66,7 @@ class RankJoins(Joins):
         """Rows at -1 may hold anything."""
         self.exchange.positions = positions
 
-    def rows(self, x: QuantRows | Tensor, w: Tiled) -> Tensor:
+    def rows(self, x: QuantRows | Tensor, w: Tiled | Streamed) -> Tensor:
         """The ranks' products, added in float32 in rank order."""
         return self.exchange.sum_rows(gemv.gemv(x, w, dtype=torch.float32))
 

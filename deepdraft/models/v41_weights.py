@@ -11,7 +11,7 @@ Letters: D hidden, S streams, F expert width, E experts, V vocabulary, C head wi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,8 +20,13 @@ from deepdraft.arch import V41Args
 from deepdraft.errors import ConfigError
 from deepdraft.kernels import layout
 from deepdraft.kernels.layout import Tiled
+from deepdraft.kernels.native import fragments, stream
+from deepdraft.kernels.native.fragments import Streamed
 from deepdraft.models.layers import WeightSource
 from deepdraft.ops.engram_hash import engram_tables
+
+Weight = Tiled | Streamed
+"""A quantised matrix in the order its kernel reads: Triton's, or CUDA C++'s where that is built."""
 
 _EXPERTS_AT_ONCE = 16
 """Experts re-tiled together: bounds the memory that unpacked codes take."""
@@ -42,10 +47,10 @@ class ExpertWeights:
 
     gate: Tiled
     bias: Tensor
-    w13: Tiled
-    w2: Tiled
-    shared13: Tiled
-    shared2: Tiled
+    w13: Weight
+    w2: Weight
+    shared13: Weight
+    shared2: Weight
     picks: int
 
 
@@ -63,14 +68,14 @@ class AttentionWeights:
     """One layer's projections. `w_in`: query latent, then window KV; `w_query`: heads, then index
     heads; `raw`: compressor value, gate (ratio 2), index head weights, as far as there are."""
 
-    w_in: Tiled
+    w_in: Weight
     q_norm: Tensor
     kv_norm: Tensor
-    w_query: Tiled
+    w_query: Weight
     sink: Tensor
-    wo_a: Tiled
+    wo_a: Weight
     groups: int
-    wo_b: Tiled
+    wo_b: Weight
     raw: Tiled | None = None
     entry: EntryWeights | None = None
 
@@ -81,7 +86,7 @@ class EngramWeights:
 
     values: Tensor
     scales: Tensor
-    wkv: Tiled
+    wkv: Weight
     gate: Tensor
 
 
@@ -104,9 +109,9 @@ class DrafterWeights:
     after another; confidence float32 [D + rank]."""
 
     layers: tuple[LayerWeights, ...]
-    main_proj: Tiled
+    main_proj: Weight
     main_norm: Tensor
-    ring_kv: Tiled
+    ring_kv: Weight
     norm: Tensor
     markov_embed: Tensor
     markov_head: Tiled
@@ -172,9 +177,12 @@ class _Loader:
         """A bf16 table as stored."""
         return self.source.packed(name).values.to(self.device, torch.bfloat16).contiguous()
 
-    def fp8(self, *names: str, blocks: int = 1) -> Tiled:
+    def fp8(self, *names: str, blocks: int = 1) -> Weight:
         """FP8 maps that share their input, one after another."""
         values, scales = self._stored(names)
+        plan = stream.dense_plan(self.device, values.shape[0], values.shape[1], blocks)
+        if plan is not None:
+            return fragments.stream_fp8(values, scales, plan)
         return layout.tile_fp8(values, scales, blocks=blocks)
 
     def bf16(self, *names: str) -> Tiled:
@@ -194,15 +202,19 @@ class _Loader:
             scales.append(part.scales.view(torch.uint8).to(self.device))
         return torch.cat(values), torch.cat(scales)
 
-    def experts(self, prefix: str, count: int) -> tuple[Tiled, Tiled]:
+    def experts(self, prefix: str, count: int) -> tuple[Weight, Weight]:
         """Routed experts: gate and up interleaved [E, 2F, D], down [E, D, F]."""
-        up: list[Tiled] = []
-        down: list[Tiled] = []
+        up: list[Weight] = []
+        down: list[Weight] = []
         for first in range(0, count, _EXPERTS_AT_ONCE):
             some = range(first, min(first + _EXPERTS_AT_ONCE, count))
             names = [[f"{prefix}.experts.{e}.{w}.weight" for e in some] for w in ("w1", "w3", "w2")]
             gate, rise, fall = (self._stacked(n) for n in names)
             width, hidden = gate[0].shape[1], 2 * gate[0].shape[2]
+            if (plans := stream.expert_plans(self.device, hidden, width)) is not None:
+                up.append(fragments.stream_gate_up(gate, rise, plans[0]))
+                down.append(fragments.stream_mxfp4(*fall, plans[1]))
+                continue
             tile = layout.expert_plan(2 * width, hidden).tile
             both = [layout.interleave_pair(a, b, tile) for a, b in zip(gate, rise, strict=True)]
             up.append(layout.tile_mxfp4(both[0], both[1]))
@@ -215,7 +227,7 @@ class _Loader:
         return values.view(*shape, values.shape[1]), scales.view(*shape, scales.shape[1])
 
 
-def _joined(parts: list[Tiled], count: int) -> Tiled:
+def _joined(parts: list[Weight], count: int) -> Weight:
     """The parts of an expert matrix as one; each is let go once it is copied."""
     one = parts[0]
     assert one.scales is not None
@@ -228,7 +240,7 @@ def _joined(parts: list[Tiled], count: int) -> Tiled:
         n = part.values.shape[0]
         values[at : at + n], scales[at : at + n] = part.values, part.scales
         at += n
-    return Tiled(one.kind, one.rows, one.cols, one.plan, values, scales, one.arrivals)
+    return replace(one, values=values, scales=scales)
 
 
 def _attention(load: _Loader, args: V41Args, prefix: str, layer: int | None) -> AttentionWeights:

@@ -1,0 +1,543 @@
+// Few-row products with weights that are read once: dense FP8 maps and routed MXFP4 experts, sm_90.
+//
+// One block a multiprocessor stays for the whole launch. Its WK * WM warps share the work by
+// columns (WK) and by blocks of 32 output rows (WM); each streams its own weights through a ring of
+// its own in shared memory, two units deep, filled by cp.async: no warp waits for another. Sums of
+// the WK warps are added in order by one more warp while the others go on with the next unit.
+// A thread copies exactly the bytes it multiplies later, so a ring needs no barrier.
+//
+// 8 batch rows are the columns of mma.m16n8k16; their values stay in registers from unit to unit.
+// A row's bits depend on that row and the weights alone: the order of every sum is fixed by
+// NG, WK and SPLIT.
+//
+// Built once for each set of macros (deepdraft/kernels/native/build.py):
+//   KIND   1 dense FP8 x FP8, 2 dense FP8 x bf16, 3 experts up, 4 experts down
+//   NG     groups of 32 columns of a warp's unit     ST     groups copied and waited for together
+//   WK WM  warps by columns and by rows              SPLIT  parts of the columns among blocks
+//   OUT    dense: 0 bf16, 1 float32, 2 bf16 values quantised to FP8 in groups of 32
+//   SHARED_BYTES  of dynamic shared memory
+//
+// Letters: R batch rows (a multiple of 8), N output rows, K columns, G = K / 32.
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned char u8;
+typedef unsigned long long u64;
+
+constexpr bool FP4 = KIND >= 3;
+constexpr bool BF16_ROWS = KIND == 2;
+constexpr bool UP = KIND == 3;
+constexpr bool DOWN = KIND == 4;
+constexpr int WARPS = WK * WM;
+constexpr int CODE_BYTES = FP4 ? 512 : 1024;        // of a group of a warp's unit
+constexpr int UNIT_BYTES = NG * CODE_BYTES;
+constexpr int SCALE_BYTES = FP4 ? NG * 32 : 0;
+constexpr int RING_BYTES = 2 * UNIT_BYTES + 3 * SCALE_BYTES;
+constexpr int STEPS = NG / ST;
+constexpr int X_WORDS = BF16_ROWS ? 4 : 2;          // of a group's row values in one thread
+static_assert(NG % ST == 0, "a step holds whole groups");
+
+struct Params {
+    const u8* w;             // codes in fragment order (layout of fragments.py)
+    const u8* ws;            // E8M0 bytes
+    const void* x;           // FP8 codes u8 [R, X]; bf16 [R, X]; down: bf16 [R * picks, K]
+    const float* xs;         // FP8: scales [X / 32, R]
+    void* y;                 // dense [R, N]; experts: bf16 [R * picks, N], N = F for up
+    float* ys;               // OUT 2: scales [N / 32, R]
+    float* part;             // SPLIT > 1: [row tiles, units of 32, SPLIT, 256]
+    int* arrive;             // SPLIT > 1: [row tiles, units of 32], zero between launches
+    const int* experts;      // [row tiles, places], -1 beyond the last
+    const int* slots;        // [row tiles, places, 8]
+    const float* weights;    // up: [R, picks]
+    int rows, groups, units; // R, G, blocks of 32 weight rows (of one expert)
+    int x_width;             // values of a row of x
+    int block_units;         // dense: units of a block of a block-diagonal map, 0: none
+    int picks, places;
+    float limit;
+};
+
+// ---- machine instructions ------------------------------------------------------------------
+
+__device__ __forceinline__ u32 shared_address(const void* p) {
+    return (u32)__cvta_generic_to_shared(p);
+}
+__device__ __forceinline__ void copy16(u32 to, const u8* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
+}
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> __device__ __forceinline__ void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+__device__ __forceinline__ uint4 load_shared16(u32 at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+    return v;
+}
+__device__ __forceinline__ u32 load_shared4(u32 at) {
+    u32 v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
+    return v;
+}
+__device__ __forceinline__ void barrier_init(u32 at, u32 count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u32 at) {
+    asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(at) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u32 at, u32 phase) {
+    asm volatile(
+        "{ .reg .pred p;\n"
+        "again: mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n"
+        "@!p bra again; }" ::"r"(at), "r"(phase) : "memory");
+}
+__device__ __forceinline__ void dependency_wait() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+__device__ __forceinline__ void launch_dependents() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+__device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    if (BF16_ROWS)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+            "{%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    else
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+            "{%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// ---- formats -------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 halves_of_e4m3(u16 two) {
+    u32 v;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(v) : "h"(two));
+    return v;
+}
+__device__ __forceinline__ u16 low16(u32 v) { return (u16)(v & 0xFFFF); }
+__device__ __forceinline__ u16 high16(u32 v) { return (u16)(v >> 16); }
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+    u32 v;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+    return v;
+}
+__device__ __forceinline__ float bf16_value(u32 bits) { return __uint_as_float(bits << 16); }
+__device__ __forceinline__ float round_bf16(float v) { return bf16_value(pack_bf16(v, 0.f) & 0xFFFF); }
+__device__ __forceinline__ u32 bf16s_of_e4m3(u16 two) {
+    u32 v, pair = halves_of_e4m3(two);
+    asm("{ .reg .b16 l, h; .reg .f32 a, b; mov.b32 {l, h}, %1; cvt.f32.f16 a, l; cvt.f32.f16 b, h;\n"
+        "cvt.rn.bf16x2.f32 %0, b, a; }" : "=r"(v) : "r"(pair));
+    return v;
+}
+// Eight E2M1 codes -> halves of 2**-14 times them: the four A registers of one mma. A byte holds
+// one code in bits 7 3 2 1 (sign first) and another one in bits 0 6 5 4.
+__device__ __forceinline__ void unpack_e2m1(u32 w, u32 (&a)[4]) {
+    u32 v = ((w >> 3) & 0x0E0E0E0Eu) | ((w << 7) & 0x80808080u);
+    a[0] = w & 0x8E008E00u;
+    a[1] = (w << 8) & 0x8E008E00u;
+    a[2] = v & 0xFF00FF00u;
+    a[3] = __byte_perm(v, 0, 0x2404);
+}
+// The arithmetic of kernels/rounding.py: bits of the power of two of a group's largest magnitude.
+__device__ __forceinline__ u32 scale_bits(float most) {
+    return (max(__float_as_uint(most), 0x38D1B717u) + (0x1FFFFFu - (8u << 23))) & 0x7F800000u;
+}
+__device__ __forceinline__ float inverse_of(u32 bits) { return __uint_as_float((254u << 23) - bits); }
+__device__ __forceinline__ u32 e4m3_codes(float a, float b, float c, float d) {
+    u16 low, high;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+    return (u32)low | ((u32)high << 16);
+}
+// E8M0 byte `I` of a word as a float; byte 0 is zero.
+template <int I> __device__ __forceinline__ float scale_of(u32 w) {
+    return __uint_as_float((I == 3 ? w >> 1 : w << (I == 3 ? 0 : 23 - 8 * I)) & 0x7F800000u);
+}
+
+// ---- rows ----------------------------------------------------------------------------------
+
+struct Rows {
+    u32 x[NG][X_WORDS];
+    float s[BF16_ROWS ? 1 : NG][2];
+};
+
+// Thread (g, t) of a warp holds columns 8 t .. 8 t + 7 of each group of row g, and the scales of
+// rows 2 t and 2 t + 1.
+__device__ __forceinline__ void load_rows(Rows& r, const Params& p, int row_tile, int first, int g, int t) {
+    u64 row = row_tile * 8 + g;
+    if (BF16_ROWS) {
+        const uint4* from = (const uint4*)((const u16*)p.x + row * p.x_width + first * 32 + 8 * t);
+#pragma unroll
+        for (int i = 0; i < NG; i++) {
+            uint4 v = from[i * 4];
+            r.x[i][0] = v.x, r.x[i][1] = v.y, r.x[i][X_WORDS - 2] = v.z, r.x[i][X_WORDS - 1] = v.w;
+        }
+        return;
+    }
+    const uint2* from = (const uint2*)((const u8*)p.x + row * p.x_width + first * 32 + 8 * t);
+    const float2* scales = (const float2*)(p.xs + (u64)first * p.rows + row_tile * 8 + 2 * t);
+#pragma unroll
+    for (int i = 0; i < NG; i++) {
+        uint2 v = from[i * 4];
+        float2 s = scales[i * (p.rows / 2)];
+        r.x[i][0] = v.x, r.x[i][1] = v.y;
+        r.s[BF16_ROWS ? 0 : i][0] = s.x * (FP4 ? 16384.f : 1.f);
+        r.s[BF16_ROWS ? 0 : i][1] = s.y * (FP4 ? 16384.f : 1.f);
+    }
+}
+
+// The down product's rows: bf16 activations of a pick, quantised here in groups of 32 (the
+// arithmetic of gemv.quantize_groups). A row without a pick counts as zeros.
+__device__ __forceinline__ void quantise_rows(Rows& r, const Params& p, int row_tile, int place, int first, int g, int t) {
+    int slot = p.slots[(row_tile * p.places + place) * 8 + g];
+    u64 pick = (u64)(row_tile * 8 + g) * p.picks + max(slot, 0);
+    const uint4* from = (const uint4*)((const u16*)p.x + pick * p.x_width + first * 32 + 8 * t);
+#pragma unroll
+    for (int i = 0; i < NG; i++) {
+        uint4 v = make_uint4(0, 0, 0, 0);
+        if (slot >= 0) v = from[i * 4];
+        u32 words[4] = {v.x, v.y, v.z, v.w};
+        float f[8], most = 0.f;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            f[2 * j] = bf16_value(words[j] & 0xFFFF);
+            f[2 * j + 1] = __uint_as_float(words[j] & 0xFFFF0000u);
+            most = fmaxf(most, fmaxf(fabsf(f[2 * j]), fabsf(f[2 * j + 1])));
+        }
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+        const u32 bits = scale_bits(most);
+        const float inverse = inverse_of(bits);
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+            r.x[i][j] = e4m3_codes(f[4 * j] * inverse, f[4 * j + 1] * inverse, f[4 * j + 2] * inverse, f[4 * j + 3] * inverse);
+        float scale = __uint_as_float(bits) * 16384.f;
+        r.s[BF16_ROWS ? 0 : i][0] = __shfl_sync(~0u, scale, 8 * t);
+        r.s[BF16_ROWS ? 0 : i][1] = __shfl_sync(~0u, scale, 8 * t + 4);
+    }
+}
+
+// ---- one group -----------------------------------------------------------------------------
+
+__device__ __forceinline__ void add_scaled(float (&acc)[4], const float (&c)[4], float top, float bottom, float s0, float s1) {
+    acc[0] += c[0] * (top * s0);
+    acc[1] += c[1] * (top * s1);
+    acc[2] += c[2] * (bottom * s0);
+    acc[3] += c[3] * (bottom * s1);
+}
+
+__device__ __forceinline__ void multiply_fp4(float (&acc)[2][4], uint4 q, u32 scales, const u32 (&x)[X_WORDS], float s0, float s1) {
+    u32 b0 = halves_of_e4m3(low16(x[0])), b1 = halves_of_e4m3(high16(x[0]));
+    u32 b2 = halves_of_e4m3(low16(x[1])), b3 = halves_of_e4m3(high16(x[1]));
+    u32 a[4];
+    float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};
+    unpack_e2m1(q.x, a);
+    mma(c, a, b0, b1);
+    unpack_e2m1(q.z, a);
+    mma(d, a, b0, b1);
+    unpack_e2m1(q.y, a);
+    mma(c, a, b2, b3);
+    unpack_e2m1(q.w, a);
+    mma(d, a, b2, b3);
+    add_scaled(acc[0], c, scale_of<0>(scales), scale_of<1>(scales), s0, s1);
+    add_scaled(acc[1], d, scale_of<2>(scales), scale_of<3>(scales), s0, s1);
+}
+
+// q: words (half, k step) of one block of 16 rows; a thread's bytes are 8 columns of two rows.
+__device__ __forceinline__ void multiply_fp8(float (&acc)[4], uint4 q, float scale, const u32 (&x)[X_WORDS], float s0, float s1) {
+    float c[4] = {0.f, 0.f, 0.f, 0.f};
+    u32 words[2][2] = {{q.x, q.z}, {q.y, q.w}};
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+        u32 a[4], b0, b1;
+        if (BF16_ROWS) {
+            a[0] = bf16s_of_e4m3(low16(words[k][0])), a[1] = bf16s_of_e4m3(low16(words[k][1]));
+            a[2] = bf16s_of_e4m3(high16(words[k][0])), a[3] = bf16s_of_e4m3(high16(words[k][1]));
+            b0 = x[2 * k % X_WORDS], b1 = x[(2 * k + 1) % X_WORDS];
+        } else {
+            a[0] = halves_of_e4m3(low16(words[k][0])), a[1] = halves_of_e4m3(low16(words[k][1]));
+            a[2] = halves_of_e4m3(high16(words[k][0])), a[3] = halves_of_e4m3(high16(words[k][1]));
+            b0 = halves_of_e4m3(low16(x[k])), b1 = halves_of_e4m3(high16(x[k]));
+        }
+        mma(c, a, b0, b1);
+    }
+    float f0 = scale * s0, f1 = scale * s1;
+    acc[0] += c[0] * f0;
+    acc[1] += c[1] * f1;
+    acc[2] += c[2] * f0;
+    acc[3] += c[3] * f1;
+}
+
+// ---- results -------------------------------------------------------------------------------
+
+// sum[tile][..]: weight rows 4 g + 2 tile (+ 1), batch rows 2 t (+ 1).
+__device__ __forceinline__ void store_four(const Params& p, u64 at, float a, float b, float c, float d) {
+    if (OUT == 1) *(float4*)((float*)p.y + at) = make_float4(a, b, c, d);
+    else *(uint2*)((u16*)p.y + at) = make_uint2(pack_bf16(a, b), pack_bf16(c, d));
+}
+
+// The same four, and those of the other seven threads of a group of 32, as FP8.
+__device__ __forceinline__ void store_quantised(const Params& p, u64 row, int unit, int g, float a, float b, float c, float d) {
+    a = round_bf16(a), b = round_bf16(b), c = round_bf16(c), d = round_bf16(d);
+    float most = fmaxf(fmaxf(fabsf(a), fabsf(b)), fmaxf(fabsf(c), fabsf(d)));
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+    const u32 bits = scale_bits(most);
+    const float inverse = inverse_of(bits);
+    *(u32*)((u8*)p.y + row * p.units * 32 + unit * 32 + 4 * g) = e4m3_codes(a * inverse, b * inverse, c * inverse, d * inverse);
+    if (g == 0) p.ys[(u64)unit * p.rows + row] = __uint_as_float(bits);
+}
+
+__device__ __forceinline__ float swiglu(float gate, float up, float weight, float limit) {
+    gate = fminf(round_bf16(gate), limit);
+    up = fminf(fmaxf(round_bf16(up), -limit), limit);
+    return gate / (1.f + __expf(-gate)) * up * weight;
+}
+
+// A unit's sums are whole (of one part of the columns where SPLIT > 1).
+__device__ __forceinline__ void finish(const Params& p, float (&sum)[2][4], int row_tile, int unit, int part, int place, int lane) {
+    int g = lane >> 2, t = lane & 3;
+    if (SPLIT > 1) {
+        int counter = row_tile * p.units + unit;
+        float4* own = (float4*)(p.part + ((u64)counter * SPLIT + part) * 256) + lane;
+        __stcg(own, make_float4(sum[0][0], sum[0][1], sum[0][2], sum[0][3]));
+        __stcg(own + 32, make_float4(sum[1][0], sum[1][1], sum[1][2], sum[1][3]));
+        __threadfence();
+        __syncwarp();
+        int before = 0;
+        if (lane == 0) before = atomicAdd(p.arrive + counter, 1);
+        before = __shfl_sync(~0u, before, 0);
+        if (before != SPLIT - 1) return;
+        __threadfence();
+        const float4* parts = (const float4*)(p.part + (u64)counter * SPLIT * 256) + lane;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float4 v[SPLIT];
+#pragma unroll
+            for (int s = 0; s < SPLIT; s++) v[s] = __ldcg(parts + s * 64 + i * 32);
+            sum[i][0] = v[0].x, sum[i][1] = v[0].y, sum[i][2] = v[0].z, sum[i][3] = v[0].w;
+#pragma unroll
+            for (int s = 1; s < SPLIT; s++)
+                sum[i][0] += v[s].x, sum[i][1] += v[s].y, sum[i][2] += v[s].z, sum[i][3] += v[s].w;
+        }
+        if (lane == 0) p.arrive[counter] = 0;
+    }
+    if (!FP4) {
+        if (OUT == 2) {
+            store_quantised(p, row_tile * 8 + 2 * t, unit, g, sum[0][0], sum[0][2], sum[1][0], sum[1][2]);
+            store_quantised(p, row_tile * 8 + 2 * t + 1, unit, g, sum[0][1], sum[0][3], sum[1][1], sum[1][3]);
+            return;
+        }
+        u64 row = row_tile * 8 + 2 * t, width = (u64)p.units * 32, at = row * width + unit * 32 + 4 * g;
+        store_four(p, at, sum[0][0], sum[0][2], sum[1][0], sum[1][2]);
+        store_four(p, at + width, sum[0][1], sum[0][3], sum[1][1], sum[1][3]);
+        return;
+    }
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+        int row = row_tile * 8 + 2 * t + n;
+        int slot = p.slots[(row_tile * p.places + place) * 8 + 2 * t + n];
+        if (slot < 0) continue;
+        u64 pick = (u64)row * p.picks + slot;
+        if (UP) {  // tile 0 is the gate, tile 1 the up map, of channels 16 unit + 2 g (+ 1)
+            float weight = p.weights[pick];
+            float a = swiglu(sum[0][n], sum[1][n], weight, p.limit);
+            float b = swiglu(sum[0][n + 2], sum[1][n + 2], weight, p.limit);
+            *(u32*)((u16*)p.y + pick * p.units * 16 + unit * 16 + 2 * g) = pack_bf16(a, b);
+        } else {
+            u64 at = pick * p.units * 32 + unit * 32 + 4 * g;
+            *(uint2*)((u16*)p.y + at) = make_uint2(pack_bf16(sum[0][n], sum[0][n + 2]), pack_bf16(sum[1][n], sum[1][n + 2]));
+        }
+    }
+}
+
+// ---- the kernel ----------------------------------------------------------------------------
+
+struct Shared {
+    int experts[64];
+    int count;
+    alignas(8) u64 full[2];
+    alignas(8) u64 empty[2];
+    alignas(16) float4 part[WK > 1 ? 2 : 1][WK > 1 ? WARPS : 1][2][32];
+    alignas(16) u8 ring[WARPS][RING_BYTES];
+};
+
+static_assert(sizeof(Shared) <= SHARED_BYTES, "the launcher reserves what the kernel uses");
+
+// Which unit a task is.
+struct Task { int unit, part, place; };
+
+__device__ __forceinline__ Task task_of(const Params& p, int task, int sets) {
+    Task k;
+    if (FP4) {
+        k.place = task / sets, k.unit = task % sets * WM, k.part = 0;
+    } else {  // the parts of the columns one after another, so that rows change seldom
+        k.place = 0, k.part = task / sets, k.unit = task % sets * WM;
+    }
+    return k;
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32 + (WK > 1 ? 32 : 0), 1)
+stream_kernel(const __grid_constant__ Params p) {
+    extern __shared__ __align__(128) u8 raw[];
+    Shared& sh = *(Shared*)raw;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, row_tile = blockIdx.y;
+    const int sets = (p.units + WM - 1) / WM;
+    if (UP) dependency_wait();  // before the list is read
+    if (!FP4) launch_dependents();
+    if (warp == 0) {
+        if (FP4) {
+            // Down: the list is older than the kernel before this one.
+            int count = 0;
+            for (int i = lane; i < 64; i += 32) {
+                int expert = i < p.places ? __ldcg(p.experts + row_tile * p.places + i) : -1;
+                sh.experts[i] = expert;
+                count += __popc(__ballot_sync(~0u, expert >= 0));
+            }
+            if (lane == 0) sh.count = count;
+        }
+        if (lane < 2 && WK > 1) {
+            barrier_init(shared_address(&sh.full[lane]), WARPS);
+            barrier_init(shared_address(&sh.empty[lane]), 1);
+        }
+    }
+    __syncthreads();
+    const int tasks = (FP4 ? sh.count : SPLIT) * sets;
+    const int first_task = (int)((u64)tasks * blockIdx.x / gridDim.x);
+    const int end_task = (int)((u64)tasks * (blockIdx.x + 1) / gridDim.x);
+
+    if (warp == WARPS) {  // adds the warps' sums
+        dependency_wait();
+        if (FP4) launch_dependents();
+        for (int task = first_task; task < end_task; task++) {
+            const int turn = task - first_task, slot = turn & 1;
+            const Task k = task_of(p, task, sets);
+            barrier_wait(shared_address(&sh.full[slot]), turn >> 1 & 1);
+            float sum[WM][2][4];
+#pragma unroll
+            for (int m = 0; m < WM; m++)
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    float4 v = sh.part[WK > 1 ? slot : 0][WK > 1 ? m * WK : 0][i][lane];
+                    sum[m][i][0] = v.x, sum[m][i][1] = v.y, sum[m][i][2] = v.z, sum[m][i][3] = v.w;
+#pragma unroll
+                    for (int j = 1; j < (WK > 1 ? WK : 2); j++) {
+                        float4 o = sh.part[slot][m * WK + j][i][lane];
+                        sum[m][i][0] += o.x, sum[m][i][1] += o.y, sum[m][i][2] += o.z, sum[m][i][3] += o.w;
+                    }
+                }
+            __syncwarp();
+            if (lane == 0) barrier_arrive(shared_address(&sh.empty[slot]));
+#pragma unroll
+            for (int m = 0; m < WM; m++)
+                if (k.unit + m < p.units) finish(p, sum[m], row_tile, k.unit + m, k.part, k.place, lane);
+        }
+        return;
+    }
+
+    const int wk = warp % WK, wm = warp / WK, g = lane >> 2, t = lane & 3;
+    const u32 ring = shared_address(sh.ring[warp]), mine = ring + lane * 16;
+    const u32 scale_ring = ring + 2 * UNIT_BYTES;
+    // Where the codes and scales of a task start; a set's last units may be missing.
+    auto start = [&](int task) -> u64 {
+        const Task k = task_of(p, task, sets);
+        u64 unit = min(k.unit + wm, p.units - 1);
+        if (FP4) unit += (u64)sh.experts[k.place] * p.units;
+        return unit * p.groups + (k.part * WK + wk) * NG;
+    };
+    auto copy_step = [&](u64 from, int slot, int step) {
+#pragma unroll
+        for (int i = step * ST; i < (step + 1) * ST; i++) {
+            const u8* codes = p.w + from * CODE_BYTES + i * CODE_BYTES + lane * 16;
+            const u32 to = mine + slot * UNIT_BYTES + i * CODE_BYTES;
+            copy16(to, codes);
+            if (!FP4) copy16(to + 512, codes + 512);
+        }
+    };
+    auto copy_scales = [&](u64 from, u32 to) {
+        if (FP4 && lane < 2 * NG) copy16(to + lane * 16, p.ws + from * 32 + lane * 16);
+    };
+    // Three places for scales, as those of a unit are read until its end: now, next, later.
+    u32 scales_now = scale_ring, scales_next = scale_ring + SCALE_BYTES, scales_later = scales_next + SCALE_BYTES;
+    // Dense: one byte a group; thread i keeps that of group i.
+    auto scale_byte = [&](u64 from) -> u32 { return !FP4 && lane < NG ? p.ws[from + lane] : 0; };
+    u32 byte_now = 0, byte_next = 0;
+#pragma unroll
+    for (int ahead = 0; ahead < 2; ahead++) {
+        const bool some = first_task + ahead < end_task;
+        const u64 from = some ? start(first_task + ahead) : 0;
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            if (some) copy_step(from, ahead, step);
+            if (some && step == 0) copy_scales(from, ahead ? scales_next : scales_now);
+            commit();
+        }
+        if (some) (ahead ? byte_next : byte_now) = scale_byte(from);
+    }
+    if (!UP) dependency_wait();
+    if (FP4) launch_dependents();
+
+    Rows rows;
+    int held = -1;  // what the rows in registers belong to
+    if (UP) load_rows(rows, p, row_tile, wk * NG, g, t);
+    for (int task = first_task; task < end_task; task++) {
+        const int turn = task - first_task, slot = turn & 1;
+        const Task k = task_of(p, task, sets);
+        if (DOWN && held != k.place) {
+            quantise_rows(rows, p, row_tile, k.place, wk * NG, g, t);
+            held = k.place;
+        }
+        if (!FP4) {
+            const int block = p.block_units ? k.unit / p.block_units : 0;
+            if (held != block * SPLIT + k.part) {
+                load_rows(rows, p, row_tile, block * p.groups + (k.part * WK + wk) * NG, g, t);
+                held = block * SPLIT + k.part;
+            }
+        }
+        const bool more = task + 2 < end_task;
+        const u64 later = more ? start(task + 2) : 0;
+        float acc[2][4] = {};
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            wait_copies<2 * STEPS - 1>();
+            if (FP4 && step == 0) __syncwarp();  // scales are other threads' copies
+#pragma unroll
+            for (int i = step * ST; i < (step + 1) * ST; i++) {
+                const u32 at = mine + slot * UNIT_BYTES + i * CODE_BYTES;
+                uint4 q = load_shared16(at);
+                if (FP4) {
+                    u32 scales = load_shared4(scales_now + i * 32 + g * 4);
+                    multiply_fp4(acc, q, scales, rows.x[i], rows.s[BF16_ROWS ? 0 : i][0], rows.s[BF16_ROWS ? 0 : i][1]);
+                } else {
+                    uint4 second = load_shared16(at + 512);
+                    float scale = __uint_as_float(__shfl_sync(~0u, byte_now, i) << 23);
+                    float s0 = BF16_ROWS ? 1.f : rows.s[BF16_ROWS ? 0 : i][0];
+                    float s1 = BF16_ROWS ? 1.f : rows.s[BF16_ROWS ? 0 : i][1];
+                    multiply_fp8(acc[0], q, scale, rows.x[i], s0, s1);
+                    multiply_fp8(acc[1], second, scale, rows.x[i], s0, s1);
+                }
+            }
+            if (more) {
+                copy_step(later, slot, step);
+                if (step == 0) copy_scales(later, scales_later);
+            }
+            commit();
+        }
+        const u32 freed = scales_now;
+        scales_now = scales_next, scales_next = scales_later, scales_later = freed;
+        byte_now = byte_next;
+        if (more) byte_next = scale_byte(later);
+        if (WK > 1) {
+            if (turn >= 2) barrier_wait(shared_address(&sh.empty[slot]), (turn >> 1) + 1 & 1);
+            sh.part[slot][warp][0][lane] = make_float4(acc[0][0], acc[0][1], acc[0][2], acc[0][3]);
+            sh.part[slot][warp][1][lane] = make_float4(acc[1][0], acc[1][1], acc[1][2], acc[1][3]);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(shared_address(&sh.full[slot]));
+        } else if (k.unit + wm < p.units) {
+            finish(p, acc, row_tile, k.unit + wm, k.part, k.place, lane);
+        }
+    }
+}
