@@ -148,7 +148,20 @@ def _bench_step(
     )
 
 
-@click.command()
+class _Bench(click.Command):
+    """`bench serve` has flags of its own; every other measurement shares those of `bench`."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **x: Any
+    ) -> click.Context:
+        if args[:1] == ["serve"]:
+            from deepdraft.cli.load import bench_serve
+
+            return bench_serve.make_context(f"{info_name} serve", args[1:], parent, **x)
+        return super().make_context(info_name, args, parent, **x)
+
+
+@click.command(cls=_Bench)
 @click.argument(
     "what",
     type=click.Choice(
@@ -194,7 +207,7 @@ def bench(what: str, model: str | None, other: str | None, **options: Any) -> in
     drafted: with drafts against plain. accept: how many drafts stand. lossless: drafted text is
     plain text. step: one decode step on a GPU, random weights of the published sizes or of MODEL's
     config.json. load: one rank's part of a converted checkpoint onto the device, against the same
-    reads into scratch buffers.
+    reads into scratch buffers. serve: load on running servers; see `bench serve --help`.
     """
     step = {name: options.pop(name) for name in ("layers", "expert_pool", "rows")}
     if what == "step":
