@@ -298,12 +298,15 @@ def main(
     """Run one measurement, print it, and write it to `out` (JSON) when given.
 
     `svg`, `html`: where the plot of `accept` and the report of `speed` go. 1 where `lossless`
-    found a mismatch.
+    found a mismatch or a server of `speed` failed to answer.
     """
     if svg is not None and what != "accept":
         raise ConfigError("only bench accept has a plot")
     if html is not None and what != "speed":
         raise ConfigError("only bench speed has a report")
+    for file in (svg, html, out):
+        if file is not None:
+            _check_writable(Path(file))
     torch.set_num_threads(1)
     begun = provenance()
     options = {
@@ -322,21 +325,28 @@ def main(
     if svg is not None:
         from deepdraft.proof.plot_accept import plot
 
-        Path(svg).parent.mkdir(parents=True, exist_ok=True)
         Path(svg).write_text(plot(result))
     record = {**result, **begun}
     if html is not None:
         from deepdraft.proof.report import html_report
 
-        Path(html).parent.mkdir(parents=True, exist_ok=True)
         Path(html).write_text(html_report(record))
     text = json.dumps(record, indent=2)
     if out:
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
         Path(out).write_text(text + "\n")
     if as_json:
         print(text)
     else:
         for key, value in record.items():
             print(f"{key}: {value}")
-    return 1 if result.get("mismatches") else 0
+    return 1 if result.get("mismatches") or result.get("failures") else 0
+
+
+def _check_writable(path: Path) -> None:
+    """Raises ConfigError where `path` cannot be written: known before hours are measured."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error}") from error
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{path} cannot be written: it is a folder, or not ours to write")

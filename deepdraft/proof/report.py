@@ -27,7 +27,7 @@ def html_report(record: Record) -> str:
         parts.append(_prefill(record["prefill"], names))
     if "concurrency" in record:
         parts.append(_concurrency(record["concurrency"], names))
-    parts += [_latency(record, names), _machine(record)]
+    parts += [_latency(record, names), _failures(record), _machine(record)]
     raw = json.dumps(record, indent=1)
     parts.append(f"<details><summary>All numbers</summary><pre>{escape(raw)}</pre></details>")
     policy = "default-src 'none'; style-src 'unsafe-inline'"
@@ -103,7 +103,9 @@ def _figure(caption: str, svg: str) -> str:
 
 def _classes(rows: Sequence[Record], names: Sequence[str]) -> str:
     def figure(key: str, unit: str, caption: str) -> str:
-        groups = [(r["class"], [_bar(r["by_target"][n][key]) for n in names]) for r in rows]
+        groups = [
+            (r["class"], [_bar(r["by_target"].get(n, {}).get(key)) for n in names]) for r in rows
+        ]
         if not any(bar for _, own in groups for bar in own):
             return ""
         return _figure(caption, bars(groups, names, unit))
@@ -146,17 +148,19 @@ def _concurrency(rows: Sequence[Record], names: Sequence[str]) -> str:
     def series(key: str) -> list[tuple[str, Points]]:
         found: list[tuple[str, Points]] = []
         for name in names:
-            points = [(float(r["streams"]), _bar(r["by_target"][name][key])) for r in rows]
+            points = [
+                (float(r["streams"]), _bar(r["by_target"].get(name, {}).get(key))) for r in rows
+            ]
             found.append((name, [(x, bar) for x, bar in points if bar is not None]))
-        return found
+        return [one for one in found if one[1]]
 
+    speed, first = series("total_tokens_per_s"), series("first_token_ms")
+    if not speed or not first:
+        return ""
     return (
         "<h2>Streams at a time</h2>"
-        + _figure(
-            "Tokens per second of all streams together",
-            lines(series("total_tokens_per_s"), "streams", "tok/s"),
-        )
-        + _figure("Time to the first token", lines(series("first_token_ms"), "streams", "ms"))
+        + _figure("Tokens per second of all streams together", lines(speed, "streams", "tok/s"))
+        + _figure("Time to the first token", lines(first, "streams", "ms"))
     )
 
 
@@ -180,15 +184,28 @@ def _latency(record: Record, names: Sequence[str]) -> str:
             own = by_target[name]
             first, gap, speed = own["first_token_ms"], own["gap_ms"], own["tokens_per_s"]
             cells = [label if len(names) == 1 else f"{label}, {name}"]
-            cells += [shown(first[k]) for k in ("p50", "p90")]
+            cells += [shown(first[k]) if first else "-" for k in ("p50", "p90")]
             cells += [shown(gap[k]) if gap else "-" for k in ("p50", "p90", "p99", "max")]
-            cells += [f"{100 * speed['stdev'] / speed['mean']:.0f} %", str(own["answers"])]
+            spread = f"{100 * speed['stdev'] / speed['mean']:.0f} %" if speed else "-"
+            cells += [spread, str(own["answers"])]
             rows.append(cells)
     head = ["", "first p50", "p90", "gap p50", "p90", "p99", "max", "spread", "answers"]
     return (
         "<h2>Waits</h2>"
         '<p class="soft">Milliseconds to the first token and between chunks of text; spread: '
         "standard deviation of tokens per second over its mean.</p>" + _table(head, rows)
+    )
+
+
+def _failures(record: Record) -> str:
+    failures = record.get("failures")
+    if not failures:
+        return ""
+    rows = [[f["target"], f["part"], f["error"]] for f in failures]
+    return (
+        "<h2>Answers that did not come</h2>"
+        '<p class="soft">They are not in the figures above.</p>'
+        + _table(["server", "part", "what it said"], rows)
     )
 
 
