@@ -144,16 +144,21 @@ def attend_window(
     q_ptr, cos_ptr, sin_ptr, cache_ptr, at, valid, part_ptr, top_ptr, total_ptr, h, H, SCALE,
     C: tl.constexpr, PAIRS: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
+    """A chunk of the window. Where all channels are worked on at once (BC = C), keys are read and
+    unpacked once for scores and sums."""
     heads = h < H
     scores = tl.zeros((BH, N), tl.float32)
+    key = window_keys(cache_ptr, at, valid, 0, C, BC)
     for c0 in range(0, C, BC):
+        if BC < C:
+            key = window_keys(cache_ptr, at, valid, c0, C, BC)
         even, odd = query_pairs(q_ptr, cos_ptr, sin_ptr, h, heads, c0, C, PAIRS, BC, BH)
         q = to_bf16_rne(tl.reshape(tl.join(even, odd), (BH, BC)))
-        key = window_keys(cache_ptr, at, valid, c0, C, BC)
         scores = dot_bf16(q, tl.trans(key), scores)
     weights = chunk_weights(scores, valid, h, heads, SCALE, top_ptr, total_ptr)
     for c0 in range(0, C, BC):
-        key = window_keys(cache_ptr, at, valid, c0, C, BC)
+        if BC < C:
+            key = window_keys(cache_ptr, at, valid, c0, C, BC)
         part = dot_bf16(weights, key, tl.zeros((BH, BC), tl.float32))
         where = h[:, None] * C + c0 + tl.arange(0, BC)[None, :]
         tl.store(part_ptr + where, part, mask=heads[:, None])
@@ -167,14 +172,17 @@ def attend_main(
     """As attend_window; a part holds the even channels, then the odd ones."""
     heads = h < H
     scores = tl.zeros((BH, N), tl.float32)
+    low, high = main_keys(cache_ptr, at, valid, 0, C, BC)
     for c0 in range(0, C, BC):
+        if BC < C:
+            low, high = main_keys(cache_ptr, at, valid, c0, C, BC)
         even, odd = query_pairs(q_ptr, cos_ptr, sin_ptr, h, heads, c0, C, PAIRS, BC, BH)
-        low, high = main_keys(cache_ptr, at, valid, c0, C, BC)
         scores = dot_bf16(to_bf16_rne(even), tl.trans(low), scores)
         scores = dot_bf16(to_bf16_rne(odd), tl.trans(high), scores)
     weights = chunk_weights(scores, valid, h, heads, SCALE, top_ptr, total_ptr)
     for c0 in range(0, C, BC):
-        low, high = main_keys(cache_ptr, at, valid, c0, C, BC)
+        if BC < C:
+            low, high = main_keys(cache_ptr, at, valid, c0, C, BC)
         where = part_ptr + h[:, None] * C + c0 // 2 + tl.arange(0, BC // 2)[None, :]
         zero = tl.zeros((BH, BC // 2), tl.float32)
         tl.store(where, dot_bf16(weights, low, zero), mask=heads[:, None])
@@ -248,9 +256,12 @@ def combine_kernel(
         # Channels lie in turn in the window's parts, by halves in the others.
         first = part_ptr + at.to(tl.int64) * C + i * (2 if chunk < WINDOW_CHUNKS else 1)
         second = first + (1 if chunk < WINDOW_CHUNKS else C // 2)
-        there = i < tl.where(own > 0, C // 2, 0)  # nobody wrote where no key was
-        even += share * tl.load(first, mask=there, other=0.0)
-        odd += share * tl.load(second, mask=there, other=0.0)
+        # Read whether or not there were keys, so that no load waits for another; nobody wrote
+        # where no key was.
+        first_part = tl.load(first, mask=i < C // 2, other=0.0)
+        second_part = tl.load(second, mask=i < C // 2, other=0.0)
+        even += share * tl.where(own > 0, first_part, 0.0)
+        odd += share * tl.where(own > 0, second_part, 0.0)
     even, odd = round_bf16(even / total), round_bf16(odd / total)
     # Turning back is turning (odd, even). Channels beyond C are of no pair.
     pair = i - (C // 2 - PAIRS)

@@ -29,6 +29,7 @@ from deepdraft.kernels.runtime import check, launch, next_power, wait_for_inputs
 GROUPS = {"window": 32, "main": 16, "index": 32}
 """Values that share a scale, by format."""
 _FORMATS = {"window": 0, "main": 1, "index": 2}
+ENTRY_WARPS = 4
 _WINDOW = tl.constexpr(0)
 _MAIN = tl.constexpr(1)
 
@@ -94,19 +95,15 @@ def pooled(now_ptr, before_ptr, at, mask, C):
     return round_bf16(before + (now - before) / (1.0 + tl.exp(-gate)))
 
 
-# ---- kernels -------------------------------------------------------------------------------
-
-
 @triton.jit
-def entry_kernel(
-    x_ptr, pending_ptr, before_ptr, keep_ptr, norm_ptr, cos_ptr, sin_ptr, dest_ptr,
+def write_entry(
+    row, x_ptr, pending_ptr, before_ptr, keep_ptr, norm_ptr, cos_ptr, sin_ptr, dest_ptr,
     cache_ptr, latent_ptr,
     C, PAIRS, X_STRIDE, X_START, RECORD, NORM_EPS,
     HALF: tl.constexpr, GP: tl.constexpr, FORMAT: tl.constexpr, POOL: tl.constexpr,
-    LATENT: tl.constexpr, PDL: tl.constexpr,
+    LATENT: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(PDL)
-    row = tl.program_id(0)
+    """One row's entry: pooled, normed, turned, packed and stored."""
     wide = row.to(tl.int64)
     g, i = tl.arange(0, GP), tl.arange(0, HALF)
     at = g[:, None] * (2 * HALF) + 2 * i[None, :]
@@ -141,6 +138,25 @@ def entry_kernel(
     dest = tl.load(dest_ptr + row)
     if dest >= 0:
         pack_record(cache_ptr + dest.to(tl.int64) * RECORD, even, odd, g, i, C, HALF, FORMAT)
+
+
+# ---- kernels -------------------------------------------------------------------------------
+
+
+@triton.jit
+def entry_kernel(
+    x_ptr, pending_ptr, before_ptr, keep_ptr, norm_ptr, cos_ptr, sin_ptr, dest_ptr,
+    cache_ptr, latent_ptr,
+    C, PAIRS, X_STRIDE, X_START, RECORD, NORM_EPS,
+    HALF: tl.constexpr, GP: tl.constexpr, FORMAT: tl.constexpr, POOL: tl.constexpr,
+    LATENT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    write_entry(
+        tl.program_id(0), x_ptr, pending_ptr, before_ptr, keep_ptr, norm_ptr, cos_ptr, sin_ptr,
+        dest_ptr, cache_ptr, latent_ptr, C, PAIRS, X_STRIDE, X_START, RECORD, NORM_EPS,
+        HALF, GP, FORMAT, POOL, LATENT,
+    )  # fmt: skip
 
 
 # ---- launches ------------------------------------------------------------------------------
@@ -193,6 +209,6 @@ def write_entries(
         x, ring, before, keep, norm, cos, sin, dest, cache, cache if out is None else out,
         channels, pairs, stride, start, cache.shape[1], norm_eps,
         HALF=half, GP=next_power(channels // (2 * half)), FORMAT=_FORMATS[kind],
-        POOL=pending is not None, LATENT=latent, num_warps=2,
+        POOL=pending is not None, LATENT=latent, num_warps=ENTRY_WARPS,
     )  # fmt: skip
     return out

@@ -166,12 +166,11 @@ def boundary_kernel(
 
 
 @triton.jit
-def norm_kernel(
-    x_ptr, weight_ptr, u_ptr, codes_ptr, scales_ptr, WIDTH, STRIDE, R, NORM_EPS, GP: tl.constexpr,
-    PDL: tl.constexpr,
+def norm_row(
+    row, x_ptr, weight_ptr, u_ptr, codes_ptr, scales_ptr, WIDTH, STRIDE, R, NORM_EPS,
+    GP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(PDL)
-    row = tl.program_id(0)
+    """The first WIDTH columns of one row: normed, quantised and (WIDE) in bf16."""
     wide = row.to(tl.int64)
     g = tl.arange(0, GP)
     at = g[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -179,10 +178,23 @@ def norm_kernel(
     x = tl.load(x_ptr + wide * STRIDE + at, mask=inside, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(tl.sum(x * x, axis=1), axis=0) / WIDTH + NORM_EPS)
     u = norm_block(x, inverse, tl.load(weight_ptr + at, mask=inside, other=0.0))
-    tl.store(u_ptr + wide * WIDTH + at, to_bf16_rne(u), mask=inside)
+    if WIDE:
+        tl.store(u_ptr + wide * WIDTH + at, to_bf16_rne(u), mask=inside)
     codes, scales = quantize_groups(u)
     tl.store(codes_ptr + wide * WIDTH + at, codes, mask=inside)
     tl.store(scales_ptr + g * R + row, scales, mask=g < WIDTH // 32)
+
+
+@triton.jit
+def norm_kernel(
+    x_ptr, weight_ptr, u_ptr, codes_ptr, scales_ptr, WIDTH, STRIDE, R, NORM_EPS, GP: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    row = tl.program_id(0)
+    norm_row(
+        row, x_ptr, weight_ptr, u_ptr, codes_ptr, scales_ptr, WIDTH, STRIDE, R, NORM_EPS, GP, True
+    )
 
 
 # ---- launches ------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from deepdraft.models.v41_step import (
     attention_out,
     run_experts,
     run_mix,
+    split_latents,
 )
 from deepdraft.models.v41_weights import DrafterWeights, ModelWeights
 
@@ -97,13 +98,10 @@ class DeviceDrafter:
             with self.lanes.aside("mix"):
                 coef = run_mix(flow.x, layer.mix_attn, args)
             attn, window = layer.attention, self.caches.window[self.first_ring + number]
-            rank = attn.q_norm.shape[0]
-            latents = gemv.gemv(u_quant, attn.w_in)
-            _, c_quant = mhc.norm_rows(latents, attn.q_norm, rank, norm_eps=eps)
-            query = gemv.gemv(c_quant, attn.w_query)
-            cache.write_entries(
-                "window", latents, attn.kv_norm, cos, sin, dest, window, norm_eps=eps, start=rank
+            c_quant = split_latents(
+                gemv.gemv(u_quant, attn.w_in), attn, (cos, sin), dest, window, eps
             )
+            query = gemv.gemv(c_quant, attn.w_query)
             o = attention.sparse_attention(
                 query, cos, sin, window, lists, attn.sink, scale=args.head_dim**-0.5
             )

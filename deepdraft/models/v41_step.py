@@ -24,7 +24,9 @@ from deepdraft.kernels import (
     cache,
     engram,
     gemv,
+    gemv_quant,
     index,
+    latents,
     mhc,
     moe,
     routing,
@@ -44,6 +46,8 @@ from deepdraft.models.v41_weights import (
 Skip = frozenset[str]
 STAGES = ("engram", "mix", "index", "attention", "attention_out", "shared", "experts")
 """Parts of a layer that a measurement may leave out, one at a time."""
+fused: set[str] = set()
+"""Stages done in one launch instead of several: "latents", "quantise", "route". To be measured."""
 
 
 @dataclass(slots=True)
@@ -157,8 +161,30 @@ def attention_out(o: Tensor, w: AttentionWeights, joins: Joins, skip: Skip = fro
     """Head outputs [R, H, C] through the grouped map: bfloat16 [R, D]."""
     if "attention_out" in skip:
         return o.flatten(1)[:, : w.wo_b.rows].contiguous()
+    if "quantise" in fused:
+        return joins.rows(gemv_quant.gemv_quantized(o.flatten(1), w.wo_a, blocks=w.groups), w.wo_b)
     t = gemv.gemv(o.flatten(1), w.wo_a, blocks=w.groups)
     return joins.rows(gemv.quantize_rows(t), w.wo_b)
+
+
+def split_latents(
+    latents_rows: Tensor,
+    w: AttentionWeights,
+    turn: tuple[Tensor, Tensor],
+    dest: Tensor,
+    window: Tensor,
+    eps: float,
+) -> QuantRows:
+    """The latent map's output bfloat16 [R, Q + C]: entries into `window`; the query's, normed."""
+    if "latents" in fused:
+        return latents.split_latents(
+            latents_rows, w.q_norm, w.kv_norm, *turn, dest, window, norm_eps=eps
+        )
+    rank = w.q_norm.shape[0]
+    cache.write_entries(
+        "window", latents_rows, w.kv_norm, *turn, dest, window, norm_eps=eps, start=rank
+    )
+    return mhc.norm_rows(latents_rows, w.q_norm, rank, norm_eps=eps)[1]
 
 
 def run_experts(
@@ -184,14 +210,20 @@ def run_experts(
             shared = moe.swiglu_rows(gemv.gemv(v_quant, w.shared13), limit=limit)
             shared_out = gemv.gemv(shared, w.shared2)
     logits = gemv.gemv(v, w.gate, dtype=torch.float32)
-    picks, weights = routing.route(
-        logits, w.bias, positions, k=w.picks, scale=args.routed_scaling_factor,
-        temperature=args.gate_temp,
-    )  # fmt: skip
+    if "route" in fused:
+        _, weights, listed = routing.route_listed(
+            logits, w.bias, positions, w.gate.arrivals, k=w.picks,
+            scale=args.routed_scaling_factor, temperature=args.gate_temp, forced=forced,
+        )  # fmt: skip
+    else:
+        picks, weights = routing.route(
+            logits, w.bias, positions, k=w.picks, scale=args.routed_scaling_factor,
+            temperature=args.gate_temp,
+        )  # fmt: skip
+        listed = moe.expert_list(picks if forced is None else forced)
     if "experts" in skip:
         y = v.new_zeros(v.shape[0], w.picks, v.shape[1])
     else:
-        listed = moe.expert_list(picks if forced is None else forced)
         up = moe.routed_up(v_quant, listed, weights, w.w13, limit=limit)
         y = moe.routed_down(up, listed, w.w2, picks=w.picks)
     if "shared" not in skip:
@@ -324,15 +356,19 @@ class DeviceStep:
                 raw = gemv.gemv(u, w.raw, dtype=torch.float32)
                 if role.owns_kv:
                     self._write_entry(layer, role, w, raw, places)
-        latents = gemv.gemv(u_quant, w.w_in)
-        with self.lanes.aside("side"):
-            cache.write_entries(
-                "window", latents, w.kv_norm, *turn, places.of("window"), window, norm_eps=eps,
-                start=rank,
-            )  # fmt: skip
-        _, c_quant = mhc.norm_rows(latents, w.q_norm, rank, norm_eps=eps)
+        made = gemv.gemv(u_quant, w.w_in)
+        if "latents" in fused:
+            c_quant = split_latents(made, w, turn, places.of("window"), window, eps)
+        else:
+            with self.lanes.aside("side"):
+                cache.write_entries(
+                    "window", made, w.kv_norm, *turn, places.of("window"), window, norm_eps=eps,
+                    start=rank,
+                )  # fmt: skip
+            _, c_quant = mhc.norm_rows(made, w.q_norm, rank, norm_eps=eps)
         query = gemv.gemv(c_quant, w.w_query)
-        self.lanes.join("side")
+        if w.raw is not None or "latents" not in fused:
+            self.lanes.join("side")
         main = chosen = None
         if role.ratio:
             if role.runs_indexer and ("index" not in skip or not places.selected):
