@@ -37,7 +37,7 @@ PARTS = ("ceilings", "check", "rows", "time", "programmatic", "tune", "best", "p
 MODULES = {
     "test_moe": 3, "test_gemv": 3, "test_mhc": 2, "test_index": 2, "test_attention": 2,
     "test_step_ends": 1, "test_accept": 1, "test_markov": 2, "test_filters": 2,
-    "test_cache": 1, "test_rounding": 1,
+    "test_cache": 1, "test_rounding": 1, "test_native": 10,
 }  # fmt: skip
 """Test modules, and how many processes share each."""
 COMPILES = {"time": 4, "rows": 2, "programmatic": 4, "tune": 12}

@@ -119,8 +119,9 @@ def test_experts_gate_and_up():
 
 
 def test_dense():
-    codes, scales = random_bytes(ROWS, HIDDEN, seed=2) & 0xF7, random_bytes(
-        ROWS // 32, HIDDEN // 32, low=120, high=130
+    codes, scales = (
+        random_bytes(ROWS, HIDDEN, seed=2) & 0xF7,
+        random_bytes(ROWS // 32, HIDDEN // 32, low=120, high=130),
     )
     w = fragments.stream_fp8(codes, scales, PLAN)
     assert all(torch.equal(*p) for p in zip(fragments.unstream(w), (codes, scales), strict=True))
@@ -144,7 +145,7 @@ def test_dense():
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows", "cols"),
+    "kind, rows, cols",
     [("fp4", 4608, 5120), ("fp4", 576, 5120), ("fp4", 5120, 2304), ("fp4", 5120, 288),
      ("fp8", 32768, 1280), ("fp8", 8192, 4096), ("fp8", 5120, 8192), ("fp8", 5120, 1024)],
 )  # fmt: skip

@@ -56,8 +56,9 @@ struct Params {
     float limit;
 };
 
-// ---- machine instructions ------------------------------------------------------------------
+// ---- machine instructions (tests/kernels/emulated has their counterparts) ------------------
 
+#ifndef EMULATED
 __device__ __forceinline__ u32 shared_address(const void* p) {
     return (u32)__cvta_generic_to_shared(p);
 }
@@ -97,8 +98,8 @@ __device__ __forceinline__ void dependency_wait() {
 __device__ __forceinline__ void launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
-__device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    if (BF16_ROWS)
+__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, bool bf16) {
+    if (bf16)
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
             "{%8,%9}, {%0,%1,%2,%3};"
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -109,29 +110,36 @@ __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u3
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-
-// ---- formats -------------------------------------------------------------------------------
-
 __device__ __forceinline__ u32 halves_of_e4m3(u16 two) {
     u32 v;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(v) : "h"(two));
     return v;
 }
-__device__ __forceinline__ u16 low16(u32 v) { return (u16)(v & 0xFFFF); }
-__device__ __forceinline__ u16 high16(u32 v) { return (u16)(v >> 16); }
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     u32 v;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
     return v;
 }
-__device__ __forceinline__ float bf16_value(u32 bits) { return __uint_as_float(bits << 16); }
-__device__ __forceinline__ float round_bf16(float v) { return bf16_value(pack_bf16(v, 0.f) & 0xFFFF); }
 __device__ __forceinline__ u32 bf16s_of_e4m3(u16 two) {
     u32 v, pair = halves_of_e4m3(two);
     asm("{ .reg .b16 l, h; .reg .f32 a, b; mov.b32 {l, h}, %1; cvt.f32.f16 a, l; cvt.f32.f16 b, h;\n"
         "cvt.rn.bf16x2.f32 %0, b, a; }" : "=r"(v) : "r"(pair));
     return v;
 }
+__device__ __forceinline__ u32 e4m3_codes(float a, float b, float c, float d) {
+    u16 low, high;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+    return (u32)low | ((u32)high << 16);
+}
+#endif
+
+// ---- formats -------------------------------------------------------------------------------
+
+__device__ __forceinline__ u16 low16(u32 v) { return (u16)(v & 0xFFFF); }
+__device__ __forceinline__ u16 high16(u32 v) { return (u16)(v >> 16); }
+__device__ __forceinline__ float bf16_value(u32 bits) { return __uint_as_float(bits << 16); }
+__device__ __forceinline__ float round_bf16(float v) { return bf16_value(pack_bf16(v, 0.f) & 0xFFFF); }
 // Eight E2M1 codes -> halves of 2**-14 times them: the four A registers of one mma. A byte holds
 // one code in bits 7 3 2 1 (sign first) and another one in bits 0 6 5 4.
 __device__ __forceinline__ void unpack_e2m1(u32 w, u32 (&a)[4]) {
@@ -146,12 +154,6 @@ __device__ __forceinline__ u32 scale_bits(float most) {
     return (max(__float_as_uint(most), 0x38D1B717u) + (0x1FFFFFu - (8u << 23))) & 0x7F800000u;
 }
 __device__ __forceinline__ float inverse_of(u32 bits) { return __uint_as_float((254u << 23) - bits); }
-__device__ __forceinline__ u32 e4m3_codes(float a, float b, float c, float d) {
-    u16 low, high;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
-    return (u32)low | ((u32)high << 16);
-}
 // E8M0 byte `I` of a word as a float; byte 0 is zero.
 template <int I> __device__ __forceinline__ float scale_of(u32 w) {
     return __uint_as_float((I == 3 ? w >> 1 : w << (I == 3 ? 0 : 23 - 8 * I)) & 0x7F800000u);
@@ -235,13 +237,13 @@ __device__ __forceinline__ void multiply_fp4(float (&acc)[2][4], uint4 q, u32 sc
     u32 a[4];
     float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};
     unpack_e2m1(q.x, a);
-    mma(c, a, b0, b1);
+    multiply(c, a, b0, b1, BF16_ROWS);
     unpack_e2m1(q.z, a);
-    mma(d, a, b0, b1);
+    multiply(d, a, b0, b1, BF16_ROWS);
     unpack_e2m1(q.y, a);
-    mma(c, a, b2, b3);
+    multiply(c, a, b2, b3, BF16_ROWS);
     unpack_e2m1(q.w, a);
-    mma(d, a, b2, b3);
+    multiply(d, a, b2, b3, BF16_ROWS);
     add_scaled(acc[0], c, scale_of<0>(scales), scale_of<1>(scales), s0, s1);
     add_scaled(acc[1], d, scale_of<2>(scales), scale_of<3>(scales), s0, s1);
 }
@@ -262,7 +264,7 @@ __device__ __forceinline__ void multiply_fp8(float (&acc)[4], uint4 q, float sca
             a[2] = halves_of_e4m3(high16(words[k][0])), a[3] = halves_of_e4m3(high16(words[k][1]));
             b0 = halves_of_e4m3(low16(x[k])), b1 = halves_of_e4m3(high16(x[k]));
         }
-        mma(c, a, b0, b1);
+        multiply(c, a, b0, b1, BF16_ROWS);
     }
     float f0 = scale * s0, f1 = scale * s1;
     acc[0] += c[0] * f0;

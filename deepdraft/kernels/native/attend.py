@@ -1,0 +1,94 @@
+"""Launches of `attend.cu`: the chunks of sparse attention.
+
+Contract and reference: as of `kernels.attention`, which calls this file where it can run and combines
+the chunks. Sums have another order than the Triton kernel's, so the last bits differ.
+
+Owns: parameters and macros, which shapes the kernel takes. Knows nothing of: compiling (build).
+"""
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from deepdraft.kernels.native import build
+from deepdraft.kernels.runtime import programmatic_launch
+
+CHANNELS = 512
+KEYS = 64
+HEADS = 16
+"""Heads of a block: more blocks hide each other's waits."""
+_THREADS = 256
+
+
+class _Params(ctypes.Structure):
+    """`Params` of attend.cu."""
+
+    _fields_ = (
+        *((n, ctypes.c_void_p) for n in ("q", "cosines", "sines", "window", "main")),
+        *((n, ctypes.c_void_p) for n in ("window_rows", "main_rows", "part", "top", "total")),
+        *((n, ctypes.c_int) for n in ("heads", "q_stride", "window_places", "main_places")),
+        *((n, ctypes.c_int) for n in ("window_chunks", "chunks")),
+        ("scale", ctypes.c_float),
+    )
+
+
+_enabled = False
+
+
+def enable(on: bool) -> None:
+    """Whether `attention` takes this kernel from now on."""
+    global _enabled
+    _enabled = on
+
+
+def enabled() -> bool:
+    """Whether `attention` is to take this kernel."""
+    return _enabled
+
+
+def fits(channels: int, pairs: int, q_stride: int) -> bool:
+    """Whether the kernel takes entries of so many channels, of which so many pairs turn."""
+    return channels == CHANNELS and pairs % 4 == 0 and q_stride % 8 == 0
+
+
+def macros(pairs: int, heads: int) -> dict[str, int]:
+    """Macros of one variant of attend.cu."""
+    return {"C": CHANNELS, "PAIRS": pairs, "BH": heads, "SHARED_BYTES": shared_bytes(heads)}
+
+
+def shared_bytes(heads: int) -> int:
+    """Dynamic shared memory of one block."""
+    row = 2 * (CHANNELS + 8)
+    return KEYS * row + heads * (row + 2 * (KEYS + 8) + 4 * (KEYS + 2)) + 4 * KEYS
+
+
+@functools.cache
+def _kernel(device: torch.device, pairs: int, heads: int) -> build.Kernel:
+    code = build.cubin("attend.cu", macros(pairs, heads), "sm_90a")
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # the context exists
+        return build.Kernel(code, "attend_kernel", threads=_THREADS, shared=shared_bytes(heads))
+
+
+def chunks(
+    q: Tensor, cos: Tensor, sin: Tensor, window: Tensor, window_rows: Tensor,
+    main: Tensor | None, main_rows: Tensor | None,
+    part: Tensor, top: Tensor, total: Tensor, *, scale: float, heads: int = HEADS,
+) -> None:  # fmt: skip
+    """All chunks of all rows: fills part float32 [R, chunks, H, C], top and total [R, chunks, H]
+    as the Triton kernel does. Tensors as `attention.sparse_attention` has checked them."""
+    rows, count, all_heads, _ = part.shape
+    params = _Params(
+        q=q.data_ptr(), cosines=cos.data_ptr(), sines=sin.data_ptr(), window=window.data_ptr(),
+        main=0 if main is None else main.data_ptr(), window_rows=window_rows.data_ptr(),
+        main_rows=0 if main_rows is None else main_rows.data_ptr(), part=part.data_ptr(),
+        top=top.data_ptr(), total=total.data_ptr(), heads=all_heads, q_stride=q.shape[1],
+        window_places=window_rows.shape[1],
+        main_places=0 if main_rows is None else main_rows.shape[1],
+        window_chunks=-(-window_rows.shape[1] // KEYS), chunks=count, scale=scale,
+    )  # fmt: skip
+    kernel = _kernel(q.device, cos.shape[1], heads)
+    grid = count * -(-all_heads // heads), rows
+    kernel.launch(grid, params, programmatic=programmatic_launch())

@@ -1,0 +1,59 @@
+"""stream.cu on a CPU: compiled by g++ with the counterparts of its machine instructions in cuda.h.
+
+`on_cpu` runs a test that way; on a GPU the test runs the kernel itself.
+"""
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+from deepdraft.kernels.native import build, stream
+from tests.kernels.interpreter import DEVICE
+
+HERE = Path(__file__).parent
+CAN_RUN = DEVICE == "cuda" or shutil.which("g++") is not None
+_BLOCKS = 3
+_folder = tempfile.TemporaryDirectory(prefix="emulated-")
+
+
+class Emulated:
+    """Stands in for build.Kernel."""
+
+    def __init__(self, macros, threads):
+        self.threads = threads
+        target = Path(_folder.name) / ("_".join(map(str, macros.values())) + ".so")
+        flags = [f"-D{k}={v}" for k, v in macros.items()]
+        source = f'-DSOURCE="{build.SOURCES / "stream.cu"}"'
+        command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-w", source, *flags]
+        subprocess.run([*command, "-o", str(target), str(HERE / "run.cpp")], check=True)
+        self.run = ctypes.CDLL(str(target)).emulate
+
+    def launch(self, grid, params, *, programmatic):
+        assert self.run(ctypes.byref(params), grid[0], grid[1], self.threads) == 0, "it hangs"
+
+
+@functools.cache
+def _kernel(device, kind, plan, output):
+    threads = 32 * (plan.across * plan.down + (plan.across > 1))
+    return Emulated(stream.macros(kind, plan, output), threads)
+
+
+def on_cpu(test):
+    """The decorated test, with the emulated kernel where there is no GPU."""
+    if DEVICE == "cuda":
+        return test
+
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+        with (
+            mock.patch.object(stream, "_kernel", _kernel),
+            mock.patch.object(stream, "_blocks", lambda device: _BLOCKS),
+            mock.patch.object(stream, "_checked", lambda *tensors: tensors[0].device),
+        ):
+            return test(*args, **kwargs)
+
+    return run

@@ -1,0 +1,198 @@
+// A CUDA block on a CPU, as far as stream.cu uses one: threads are fibers that give way where they
+// wait for each other. Copies of cp.async are carried out no earlier than they are waited for.
+#pragma once
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __shared__
+#define __align__(n) __attribute__((aligned(n)))
+#define __launch_bounds__(...)
+#define EMULATED 1
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned char u8;
+typedef unsigned long long u64;
+
+struct uint2 { u32 x, y; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
+struct float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+struct Index { int x, y; };
+
+constexpr int WARP = 32, MOST = 1024;
+alignas(128) u8 raw[SHARED_BYTES];
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
+inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
+
+// ---- fibers --------------------------------------------------------------------------------
+
+struct Copy { u32 to; const u8* from; };
+struct Fiber {
+    ucontext_t context;
+    std::vector<u8> stack;
+    bool done;
+    std::vector<Copy> open;
+    std::deque<std::vector<Copy>> groups;
+};
+struct Meeting { int arrived, turn; };
+static ucontext_t scheduler;
+static std::vector<Fiber> fibers;
+static int current, threads;
+static Index blockIdx, gridDim;
+static Meeting warps[MOST / WARP], block;
+static u64 slots[MOST][8];
+#define threadIdx (Index{current, 0})
+
+static void give_way() { swapcontext(&fibers[current].context, &scheduler); }
+static void meet(Meeting& m, int count) {
+    int turn = m.turn;
+    if (++m.arrived == count) {
+        m.arrived = 0, m.turn++;
+        return;
+    }
+    while (m.turn == turn) give_way();
+}
+static void __syncwarp() { meet(warps[current / WARP], WARP); }
+static void __syncthreads() { meet(block, threads); }
+
+static u64* of_lane(int lane) { return slots[current / WARP * WARP + lane]; }
+template <class T> T exchange(T mine, int lane) {
+    u64 bits = 0;
+    memcpy(&bits, &mine, sizeof mine);
+    of_lane(current % WARP)[0] = bits;
+    __syncwarp();
+    bits = of_lane(lane)[0];
+    __syncwarp();
+    memcpy(&mine, &bits, sizeof mine);
+    return mine;
+}
+template <class T> T __shfl_sync(u32, T v, int lane) { return exchange(v, lane); }
+template <class T> T __shfl_xor_sync(u32, T v, int by) { return exchange(v, current % WARP ^ by); }
+static u32 __ballot_sync(u32, bool v) {
+    u32 out = 0;
+    of_lane(current % WARP)[0] = v;
+    __syncwarp();
+    for (int i = 0; i < WARP; i++) out |= (u32)of_lane(i)[0] << i;
+    __syncwarp();
+    return out;
+}
+inline int __popc(u32 v) { return __builtin_popcount(v); }
+inline u32 __float_as_uint(float f) { u32 v; memcpy(&v, &f, 4); return v; }
+inline float __uint_as_float(u32 v) { float f; memcpy(&f, &v, 4); return f; }
+inline u32 __byte_perm(u32 a, u32 b, u32 s) {
+    u64 both = (u64)b << 32 | a;
+    u32 out = 0;
+    for (int i = 0; i < 4; i++) out |= (u32)(both >> 8 * (s >> 4 * i & 7) & 255) << 8 * i;
+    return out;
+}
+inline float __expf(float v) { return expf(v); }
+template <class T> T __ldcg(const T* p) { return *p; }
+template <class T> void __stcg(T* p, T v) { *p = v; }
+inline void __threadfence() {}
+inline int atomicAdd(int* p, int v) { int was = *p; *p += v; return was; }
+
+// ---- machine instructions ------------------------------------------------------------------
+
+inline u32 shared_address(const void* p) {
+    u64 at = (const u8*)p - raw;
+    if (at >= sizeof raw) fprintf(stderr, "not shared memory\n"), abort();
+    return at;
+}
+inline void copy16(u32 to, const u8* from) {
+    if (to % 16 || (u64)from % 16) fprintf(stderr, "a copy is not aligned\n"), abort();
+    memset(raw + to, 0xFF, 16);  // what is there now is lost
+    fibers[current].open.push_back({to, from});
+}
+inline void commit() {
+    Fiber& f = fibers[current];
+    f.groups.push_back(f.open);
+    f.open.clear();
+}
+template <int N> void wait_copies() {
+    Fiber& f = fibers[current];
+    while (f.groups.size() > N) {
+        for (Copy c : f.groups.front()) memcpy(raw + c.to, c.from, 16);
+        f.groups.pop_front();
+    }
+}
+inline uint4 load_shared16(u32 at) { uint4 v; memcpy(&v, raw + at, 16); return v; }
+inline u32 load_shared4(u32 at) { u32 v; memcpy(&v, raw + at, 4); return v; }
+struct Barrier { u16 pending, count; u32 phase; };
+inline Barrier& barrier(u32 at) { return *(Barrier*)(raw + at); }
+inline void barrier_init(u32 at, u32 count) { barrier(at) = {(u16)count, (u16)count, 0}; }
+inline void barrier_arrive(u32 at) {
+    Barrier& b = barrier(at);
+    if (--b.pending == 0) b.pending = b.count, b.phase++;
+}
+inline void barrier_wait(u32 at, u32 phase) { while ((barrier(at).phase & 1) == phase) give_way(); }
+inline void dependency_wait() {}
+inline void launch_dependents() {}
+
+inline float half_value(u16 v) { _Float16 h; memcpy(&h, &v, 2); return h; }
+inline u16 half_bits(float v) { _Float16 h = v; u16 b; memcpy(&b, &h, 2); return b; }
+inline float bf16_of(u16 v) { return __uint_as_float((u32)v << 16); }
+static void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, bool bf16) {
+    u64* mine = of_lane(current % WARP);
+    for (int i = 0; i < 4; i++) mine[i] = a[i];
+    mine[4] = b0, mine[5] = b1;
+    __syncwarp();
+    auto value = [&](u64 word, int which) {
+        u16 bits = word >> 16 * which;
+        return (double)(bf16 ? bf16_of(bits) : half_value(bits));
+    };
+    int g = current % WARP / 4, t = current % 4;
+    for (int i = 0; i < 4; i++) {
+        double sum = c[i];
+        for (int k = 0; k < 16; k++) {
+            u64 left = of_lane(g * 4 + k % 8 / 2)[i / 2 + k / 8 * 2];
+            u64 right = of_lane((2 * t + i % 2) * 4 + k % 8 / 2)[4 + k / 8];
+            sum += value(left, k % 2) * value(right, k % 2);
+        }
+        c[i] = sum;
+    }
+    __syncwarp();
+}
+
+inline float e4m3_value(u8 v) {
+    int e = v >> 3 & 15, m = v & 7;
+    if ((v & 127) == 127) return NAN;
+    float size = e ? ldexpf(8 + m, e - 10) : ldexpf(m, -9);
+    return v & 128 ? -size : size;
+}
+inline u32 halves_of_e4m3(u16 two) {
+    return half_bits(e4m3_value(two & 255)) | (u32)half_bits(e4m3_value(two >> 8)) << 16;
+}
+inline u16 bf16_bits(float v) {
+    u32 b = __float_as_uint(v);
+    if (std::isnan(v)) return 0x7FFF;
+    return (b + 0x7FFF + (b >> 16 & 1)) >> 16;
+}
+inline u32 pack_bf16(float low, float high) { return bf16_bits(low) | (u32)bf16_bits(high) << 16; }
+inline u32 bf16s_of_e4m3(u16 two) { return pack_bf16(e4m3_value(two & 255), e4m3_value(two >> 8)); }
+inline u8 e4m3_bits(float v) {
+    if (std::isnan(v)) return 127;
+    float size = fminf(fabsf(v), 448.f);
+    int e = size < ldexpf(1, -6) ? -6 : ilogbf(size);
+    float steps = nearbyintf(ldexpf(size, 3 - e));  // to even
+    if (steps == 16.f) steps = 8.f, e++;
+    u8 code = steps < 8.f ? (u8)steps : (u8)((e + 7) << 3 | ((u8)steps - 8));
+    return code | (std::signbit(v) ? 128 : 0);
+}
+inline u32 e4m3_codes(float a, float b, float c, float d) {
+    return e4m3_bits(a) | e4m3_bits(b) << 8 | e4m3_bits(c) << 16 | (u32)e4m3_bits(d) << 24;
+}

@@ -1,0 +1,40 @@
+// Runs every block of a launch, one after another.
+#include "cuda.h"
+#include SOURCE
+
+static const Params* given;
+
+static void body() {
+    stream_kernel(*given);
+    fibers[current].done = true;
+    give_way();
+}
+
+extern "C" int emulate(const Params* params, int blocks, int row_tiles, int count) {
+    given = params, threads = count;
+    gridDim = {blocks, row_tiles};
+    for (int y = 0; y < row_tiles; y++)
+        for (int x = 0; x < blocks; x++) {
+            blockIdx = {x, y};
+            memset(raw, 0xFF, sizeof raw);
+            memset(warps, 0, sizeof warps);
+            block = {0, 0};
+            fibers = std::vector<Fiber>(count);
+            for (Fiber& f : fibers) {
+                getcontext(&f.context);
+                f.stack.resize(64 << 10), f.done = false;
+                f.context.uc_stack.ss_sp = f.stack.data();
+                f.context.uc_stack.ss_size = f.stack.size();
+                makecontext(&f.context, body, 0);
+            }
+            for (int left = count, rounds = 0; left > 0; rounds++) {
+                if (rounds > 1000000) return 1;  // they wait for each other for ever
+                for (current = 0; current < count; current++) {
+                    if (fibers[current].done) continue;
+                    swapcontext(&scheduler, &fibers[current].context);
+                    left -= fibers[current].done;
+                }
+            }
+        }
+    return 0;
+}

@@ -1,0 +1,118 @@
+"""Compiling and keeping CUDA C++ kernels; what happens where they cannot be built."""
+
+import ctypes
+import logging
+
+import pytest
+import torch
+
+from deepdraft.errors import ConfigError
+from deepdraft.kernels.native import build, stream
+from deepdraft.kernels.native.fragments import StreamPlan
+
+
+class FakeCompiler:
+    """NVRTC's calls as far as `cubin` makes them; counts compilations."""
+
+    def __init__(self, error=None):
+        self.compiled, self.error = [], error
+
+    def nvrtcVersion(self, major, minor):
+        major._obj.value, minor._obj.value = 13, 0
+        return 0
+
+
+@pytest.fixture
+def compiler(monkeypatch, tmp_path):
+    fake = FakeCompiler()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "_nvrtc", lambda: fake)
+
+    def compiled(lib, source, options):
+        lib.compiled.append(options)
+        return b"code of " + options[0].encode()
+
+    monkeypatch.setattr(build, "_compile", compiled)
+    return fake
+
+
+def test_a_kernel_is_compiled_once_and_kept(compiler):
+    first = build.cubin("stream.cu", {"NG": 1}, "sm_90a")
+    assert build.cubin("stream.cu", {"NG": 1}, "sm_90a") == first
+    assert len(compiler.compiled) == 1
+    build.cubin("stream.cu", {"NG": 2}, "sm_90a")
+    build.cubin("stream.cu", {"NG": 1}, "sm_100a")
+    assert len(compiler.compiled) == 3
+    assert len(list(build.cache_folder().glob("*.cubin"))) == 3
+
+
+def test_a_changed_source_is_compiled_again(compiler, monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    for text in ("one", "two"):
+        (tmp_path / "a.cu").write_text(text)
+        build.cubin("a.cu", {}, "sm_90a")
+    assert len(compiler.compiled) == 2
+
+
+def test_a_folder_that_cannot_be_written_only_costs_time(compiler, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert build.cubin("stream.cu", {}, "sm_90a") == build.cubin("stream.cu", {}, "sm_90a")
+    assert len(compiler.compiled) == 2
+
+
+def test_without_a_compiler_the_reason_is_said_and_triton_is_used(monkeypatch, caplog):
+    def missing():
+        raise build.BuildError("no NVRTC library")
+
+    monkeypatch.setattr(build, "_nvrtc", missing)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    stream.available.cache_clear()
+    monkeypatch.setenv(stream.SETTING, "all")
+    device = torch.device("cuda", 0)
+    try:
+        with caplog.at_level(logging.WARNING, logger="deepdraft"):
+            assert stream.dense_plan(device, 64, 64) is None
+            assert stream.expert_plans(device, 64, 64) is None
+        assert caplog.text.count("Triton's are used: no NVRTC library") == 1
+    finally:
+        stream.available.cache_clear()
+
+
+def test_the_setting(monkeypatch):
+    cpu = torch.device("cpu")
+    monkeypatch.setenv(stream.SETTING, "all")
+    assert stream.dense_plan(cpu, 64, 64) is None
+    monkeypatch.setenv(stream.SETTING, "some")
+    with pytest.raises(ConfigError, match="DEEPDRAFT_NATIVE='some': one of none"):
+        stream.dense_plan(cpu, 64, 64)
+
+
+def test_every_variant_fits_into_shared_memory():
+    for plan in (StreamPlan(10, 2, 16, 1), StreamPlan(9, 3, 1, 16)):
+        assert stream.shared_bytes(stream.UP, plan) <= 232448
+    assert stream.shared_bytes(stream.FP8_ROWS, StreamPlan(6, 3, 16, 1)) <= 232448
+
+
+def has_nvrtc():
+    try:
+        build._nvrtc()
+    except build.BuildError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_nvrtc(), reason="no NVRTC here (it comes with CUDA builds of torch)")
+def test_the_source_compiles(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for kind in (stream.FP8_ROWS, stream.BF16_ROWS, stream.UP, stream.DOWN):
+        code = build.cubin("stream.cu", stream.macros(kind, StreamPlan(2, 2, 8, 2), 0), "sm_90a")
+        assert code[:4] == b"\x7fELF"
+    with pytest.raises(build.BuildError, match="NG"):
+        build.cubin("stream.cu", {"KIND": 1}, "sm_90a")
+
+
+def test_launch_structures_have_the_drivers_sizes():
+    assert ctypes.sizeof(build._Attribute) == 72
+    assert ctypes.sizeof(build._Config) == 56
+    assert ctypes.sizeof(stream._Params) == 11 * 8 + 8 * 4
