@@ -1,7 +1,7 @@
 """Launches of `attend.cu`: the chunks of sparse attention.
 
-Contract and reference: as of `kernels.attention`, which calls this file where it can run and combines
-the chunks. Sums have another order than the Triton kernel's, so the last bits differ.
+Contract and reference: as of `kernels.attention`, which calls this file where it can run and then
+combines the chunks. Sums have another order than the Triton kernel's, so the last bits differ.
 
 Owns: parameters and macros, which shapes the kernel takes. Knows nothing of: compiling (build).
 """
@@ -75,7 +75,7 @@ def _kernel(device: torch.device, pairs: int, heads: int) -> build.Kernel:
 def chunks(
     q: Tensor, cos: Tensor, sin: Tensor, window: Tensor, window_rows: Tensor,
     main: Tensor | None, main_rows: Tensor | None,
-    part: Tensor, top: Tensor, total: Tensor, *, scale: float, heads: int = HEADS,
+    part: Tensor, top: Tensor, total: Tensor, *, scale: float,
 ) -> None:  # fmt: skip
     """All chunks of all rows: fills part float32 [R, chunks, H, C], top and total [R, chunks, H]
     as the Triton kernel does. Tensors as `attention.sparse_attention` has checked them."""
@@ -89,6 +89,6 @@ def chunks(
         main_places=0 if main_rows is None else main_rows.shape[1],
         window_chunks=-(-window_rows.shape[1] // KEYS), chunks=count, scale=scale,
     )  # fmt: skip
-    kernel = _kernel(q.device, cos.shape[1], heads)
-    grid = count * -(-all_heads // heads), rows
+    kernel = _kernel(q.device, cos.shape[1], HEADS)
+    grid = count * -(-all_heads // HEADS), rows
     kernel.launch(grid, params, programmatic=programmatic_launch())

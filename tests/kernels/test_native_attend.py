@@ -1,0 +1,79 @@
+"""attend.cu against float64 and other rows: the kernel itself on a GPU, its source on a CPU."""
+
+import ctypes
+import functools
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepdraft.kernels.native import attend, build
+from tests.kernels.emulated import CAN_RUN, HERE
+from tests.kernels.interpreter import DEVICE
+from tests.kernels.test_attention import Case
+
+pytestmark = pytest.mark.skipif(not CAN_RUN, reason="needs a CUDA device, or g++")
+_folder = tempfile.TemporaryDirectory(prefix="attend-")
+
+
+class Emulated:
+    """Stands in for build.Kernel."""
+
+    def __init__(self, pairs, heads):
+        target = Path(_folder.name) / f"{pairs}-{heads}.so"
+        flags = [f"-D{k}={v}" for k, v in attend.macros(pairs, heads).items()]
+        source = f'-DSOURCE="{build.SOURCES / "attend.cu"}"'
+        command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-w", source, *flags]
+        subprocess.run([*command, "-o", str(target), str(HERE / "attend.cpp")], check=True)
+        self.run = ctypes.CDLL(str(target)).emulate
+
+    def launch(self, grid, params, *, programmatic):
+        assert self.run(ctypes.byref(params), *grid, 256) == 0, "it hangs"
+
+
+@functools.cache
+def emulated(device, pairs, heads):
+    return Emulated(pairs, heads)
+
+
+@pytest.fixture(autouse=True)
+def switched_on(monkeypatch):
+    monkeypatch.setattr(attend, "enabled", lambda: True)
+    if DEVICE != "cuda":
+        monkeypatch.setattr(attend, "_kernel", emulated)
+
+
+# (heads, channels, rotary pairs, window, selected)
+@pytest.mark.parametrize(
+    "shape", [(3, 512, 32, 64, 0), (20, 512, 32, 20, 70)]
+    + [(64, 512, 32, 128, 512), (8, 512, 32, 128, 512)] * (DEVICE == "cuda"), ids=str,
+)  # fmt: skip
+def test_chunks(shape):
+    case = Case(shape)
+    got, want = case.run().double(), case.reference()
+    # A probability that rounds the other way moves the sum by 2**-9 of one key.
+    torch.testing.assert_close(got, want, rtol=2.0**-7, atol=2.0**-6)
+    assert (got == want).double().mean() >= 0.99
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+def test_more_heads_a_block(heads, monkeypatch):
+    monkeypatch.setattr(attend, "HEADS", heads)
+    case = Case((heads + 3, 512, 16, 8, 9))
+    torch.testing.assert_close(case.run().double(), case.reference(), rtol=2.0**-7, atol=2.0**-6)
+
+
+def test_bits_do_not_depend_on_other_rows():
+    case = Case((5, 512, 32, 20, 70), rows=3)
+    full = case.run()
+    assert torch.equal(case.run([2]), full[[2]])
+    case.q[0] = float("nan")
+    assert torch.equal(case.run([2, 0])[0], full[2])
+
+
+def test_other_shapes_are_left_to_triton():
+    assert attend.fits(512, 32, 32768) and not attend.fits(64, 16, 160)
+    case = Case((2, 64, 16, 8, 0))
+    torch.testing.assert_close(case.run().double(), case.reference(), rtol=2.0**-7, atol=2.0**-6)
