@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deepdraft.kernels.gemv import QuantRows, quantize_groups
 from deepdraft.kernels.layout import GROUP
+from deepdraft.kernels.native import boundary as native
 from deepdraft.kernels.rounding import round_bf16, to_bf16_rne
 from deepdraft.kernels.runtime import ROW_TILE, check, launch, next_power, wait_for_inputs
 
@@ -258,6 +259,10 @@ def boundary(
     mix = coef if pre is None else pre
     if norm is not None and mix is None:
         raise ValueError("a collapse needs pre or coef")
+    usual = pre is None and hidden_out is None and coef is not None
+    if usual and norm is not None and y is not None and native.enabled() and native.fits(hidden):
+        out, u, codes, scales = native.boundary(x, norm, y, shared, coef, norm_eps=norm_eps)
+        return out, u, QuantRows(codes, scales)
     out = torch.empty_like(x) if y is not None else x
     collapse = norm is not None
     h = u = x

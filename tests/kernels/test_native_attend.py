@@ -1,41 +1,19 @@
 """attend.cu against float64 and other rows: the kernel itself on a GPU, its source on a CPU."""
 
-import ctypes
-import functools
-import subprocess
-import tempfile
-from pathlib import Path
-
 import pytest
 import torch
 
-from deepdraft.kernels.native import attend, build
-from tests.kernels.emulated import CAN_RUN, HERE
+from deepdraft.kernels.native import attend
+from tests.kernels.emulated import CAN_RUN
+from tests.kernels.emulated.sources import Emulated
 from tests.kernels.interpreter import DEVICE
 from tests.kernels.test_attention import Case
 
 pytestmark = pytest.mark.skipif(not CAN_RUN, reason="needs a CUDA device, or g++")
-_folder = tempfile.TemporaryDirectory(prefix="attend-")
 
 
-class Emulated:
-    """Stands in for build.Kernel."""
-
-    def __init__(self, pairs, heads):
-        target = Path(_folder.name) / f"{pairs}-{heads}.so"
-        flags = [f"-D{k}={v}" for k, v in attend.macros(pairs, heads).items()]
-        source = f'-DSOURCE="{build.SOURCES / "attend.cu"}"'
-        command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-w", source, *flags]
-        subprocess.run([*command, "-o", str(target), str(HERE / "attend.cpp")], check=True)
-        self.run = ctypes.CDLL(str(target)).emulate
-
-    def launch(self, grid, params, *, programmatic):
-        assert self.run(ctypes.byref(params), *grid, 256) == 0, "it hangs"
-
-
-@functools.cache
 def emulated(device, pairs, heads):
-    return Emulated(pairs, heads)
+    return Emulated("attend", attend.macros(pairs, heads), 256)
 
 
 @pytest.fixture(autouse=True)

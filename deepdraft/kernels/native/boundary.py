@@ -1,0 +1,91 @@
+"""Launches of `boundary.cu`: from one sublayer to the next, a row by a cluster of blocks.
+
+Contract and reference: as of `kernels.mhc.boundary`, which calls this file where it can run. The
+streams have the Triton kernel's bits; the sum of squares has another order.
+
+Owns: parameters and macros, which shapes the kernel takes. Knows nothing of: compiling (build).
+"""
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from deepdraft.kernels.native import build
+from deepdraft.kernels.runtime import programmatic_launch
+
+CLUSTER = 8
+"""Blocks that share a row."""
+_VALUES = 4
+_MOST_THREADS = 1024
+_SHARED_BYTES = 256
+_enabled = False
+
+
+class _Params(ctypes.Structure):
+    """`Params` of boundary.cu."""
+
+    _fields_ = (
+        *((n, ctypes.c_void_p) for n in ("y", "shared", "x", "coef", "norm")),
+        *((n, ctypes.c_void_p) for n in ("out", "u", "codes", "scales")),
+        ("hidden", ctypes.c_int),
+        ("rows", ctypes.c_int),
+        ("eps", ctypes.c_float),
+    )
+
+
+def enable(on: bool) -> None:
+    """Whether `mhc` takes this kernel from now on."""
+    global _enabled
+    _enabled = on
+
+
+def enabled() -> bool:
+    """Whether `mhc` is to take this kernel."""
+    return _enabled
+
+
+def fits(hidden: int) -> bool:
+    """Whether the kernel takes streams of this width: each block has whole groups of 32."""
+    return hidden % (32 * CLUSTER) == 0 and _threads(hidden) <= _MOST_THREADS
+
+
+def _threads(hidden: int) -> int:
+    return -(-hidden // CLUSTER // _VALUES // 32) * 32
+
+
+def macros(streams: int, picks: int) -> dict[str, int]:
+    """Macros of one variant of boundary.cu."""
+    return {"S": streams, "K": picks, "CL": CLUSTER, "SHARED_BYTES": _SHARED_BYTES}
+
+
+@functools.cache
+def _kernel(
+    device: torch.device, streams: int, picks: int, cluster: int, threads: int
+) -> build.Kernel:
+    code = build.cubin("boundary.cu", macros(streams, picks), "sm_90a")
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # the context exists
+        return build.Kernel(code, "boundary_kernel", threads=threads, shared=_SHARED_BYTES)
+
+
+def boundary(
+    x: Tensor, norm: Tensor, y: Tensor, shared: Tensor | None, coef: Tensor, *, norm_eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Expand and collapse: streams bfloat16 [R, S, D], the next input bfloat16 [R, D], its FP8
+    codes uint8 [R, D] and scales float32 [D/32, R]. Tensors as `mhc.boundary` has checked them."""
+    rows, streams, hidden = x.shape
+    picks = y.shape[1] if y.dim() == 3 else 0
+    out = torch.empty_like(x)
+    u = torch.empty(rows, hidden, dtype=torch.bfloat16, device=x.device)
+    codes = torch.empty(rows, hidden, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(hidden // 32, rows, dtype=torch.float32, device=x.device)
+    params = _Params(
+        y=y.data_ptr(), shared=0 if shared is None else shared.data_ptr(), x=x.data_ptr(),
+        coef=coef.data_ptr(), norm=norm.data_ptr(), out=out.data_ptr(), u=u.data_ptr(),
+        codes=codes.data_ptr(), scales=scales.data_ptr(), hidden=hidden, rows=rows, eps=norm_eps,
+    )  # fmt: skip
+    kernel = _kernel(x.device, streams, picks, CLUSTER, _threads(hidden))
+    kernel.launch((CLUSTER, rows), params, programmatic=programmatic_launch())
+    return out, u, codes, scales
