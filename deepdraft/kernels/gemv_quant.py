@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepdraft.kernels import gemv
 from deepdraft.kernels.gemv import QuantRows, combine_parts, quantize_groups, tile_products
 from deepdraft.kernels.layout import GROUP, Tiled
+from deepdraft.kernels.native.fragments import Streamed
 from deepdraft.kernels.rounding import round_bf16
 from deepdraft.kernels.runtime import ROW_TILE, check, launch, prefetch_l2, wait_for_inputs
 
@@ -58,9 +60,11 @@ def gemv_quant_kernel(
         tl.store(scales_ptr + channel // 32 * R_PAD + own_row, scales)
 
 
-def gemv_quantized(x: Tensor, w: Tiled, *, blocks: int = 1) -> QuantRows:
+def gemv_quantized(x: Tensor, w: Tiled | Streamed, *, blocks: int = 1) -> QuantRows:
     """x bfloat16 [R, blocks * K] times FP8 w [N, K], rounded to bfloat16 and then to FP8 in groups
     of 32: [R, N] (contracts: ops.gemm). 8 divides R, 32 divides N."""
+    if isinstance(w, Streamed):
+        return gemv.gemv_quantized(x, w, blocks=blocks)
     pad, width = x.shape
     plan, tiles = w.plan, w.values.shape[0]
     if w.kind != "fp8" or w.scales is None or x.dtype != torch.bfloat16:
