@@ -109,6 +109,8 @@ class EngineConfig:
     """A directory for conversations that memory has no room for, kept over restarts."""
     kv_spill_bytes: int = 16 << 30
     """What lies in that directory at most."""
+    chat_format: str = "auto"
+    """How conversations are written (docs/prompt-format.md); "auto": as the checkpoint says."""
     accept_keys: tuple[str, ...] = ()
     """Paths of unknown config.json keys to accept, e.g. text_config.my_key."""
 
@@ -144,6 +146,8 @@ class EngineConfig:
         _require(ok, "engine.max_parked", self.max_parked, "an integer >= 0")
         _require_number("engine.max_stall_ms", self.max_stall_ms, 1.0)
         _require_number("engine.preempt_after_s", self.preempt_after_s, 0.0)
+        ok = isinstance(self.chat_format, str) and bool(self.chat_format)
+        _require(ok, "engine.chat_format", self.chat_format, "auto or the name of a format")
         keys = self.accept_keys
         ok = isinstance(keys, tuple) and all(isinstance(k, str) and k for k in keys)
         _require(ok, "engine.accept_keys", keys, "a list of key paths")

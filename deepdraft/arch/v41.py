@@ -98,6 +98,11 @@ class V41Args:
     """Sizes of the vision tower (published names), empty where there is none."""
 
     @property
+    def family(self) -> str:
+        """`model_type` of config.json."""
+        return "deepseek_v41"
+
+    @property
     def decoder_start(self) -> int:
         """First decoder layer: the last KV source (its input is the encoder's output)."""
         return self.kv_source_layer_ids[-1]

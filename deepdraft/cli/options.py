@@ -12,6 +12,7 @@ import click
 
 from deepdraft.config import Device, FetchRule, Load, Numerics, Prefill, ScheduleName, SessionPolicy
 from deepdraft.errors import CheckpointError
+from deepdraft.text.conversation import TRAITS
 from deepdraft.types import Rule
 
 DEMO_NAME = "demo"
@@ -24,6 +25,7 @@ ENGINE_FIELDS = (
     "max_context",
     "threads",
     "tp",
+    "chat_format",
     "accept_keys",
     "drafts",
     "rule",
@@ -66,6 +68,11 @@ def engine_options(command: Decorated) -> Decorated:
         ),
         click.option(
             "--max-context", type=int, metavar="TOKENS", help="Prompt and answer together."
+        ),
+        click.option(
+            "--chat-format",
+            type=click.Choice(("auto", *TRAITS)),
+            help="How conversations are written [as the checkpoint says].",
         ),
         click.option(
             "--drafts", type=int, metavar="N", help="Drafts a step at most; 0: none [the model's]."

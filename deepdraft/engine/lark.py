@@ -157,7 +157,7 @@ class CallSyntax:
     @property
     def block(self) -> str:
         """Name of the tag around all calls."""
-        return "calls" if self.family == "v4.1" else "tool_calls"
+        return {"v4.1": "calls", "v3.2": "function_calls"}.get(self.family, "tool_calls")
 
     def tag(self, text: str, *, closing: bool = False) -> str:
         """A tag up to the end of `text`, as grammar symbols."""

@@ -19,6 +19,7 @@ from deepdraft.engine.protocol import ModelRunner
 from deepdraft.errors import CheckpointError, ConfigError
 from deepdraft.telemetry import logger
 from deepdraft.text.conversation import Family
+from deepdraft.text.detect import prompt_family
 from deepdraft.text.tokenizer import Tokenizer
 from deepdraft.types import Rule
 
@@ -85,6 +86,7 @@ def load_engine(
         name=name or path.resolve().name,
         eos_token_id=args.eos_token_id,
         bos_token_id=args.bos_token_id,
+        family=prompt_family(path, args.family, tokenizer, options.chat_format),
         sampling_defaults=_sampling_defaults(path / "generation_config.json"),
         fingerprint=_fingerprint(
             path, [repr(args), options.numerics, options.prefill, options.rule, *_split(options)]

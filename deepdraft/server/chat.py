@@ -14,7 +14,7 @@ from deepdraft.server.job import Choice, Job, Json, chat_logprob, engine_reason,
 from deepdraft.server.sampling import ModelView
 from deepdraft.server.structured import chat_enforcement
 from deepdraft.text import prompt as text
-from deepdraft.text.conversation import TextPart
+from deepdraft.text.conversation import Family, TextPart
 from deepdraft.text.parse import (
     ContentDelta,
     Delta,
@@ -23,6 +23,7 @@ from deepdraft.text.parse import (
     StopMatcher,
     ToolCallDelta,
 )
+from deepdraft.text.parse_marks import make_parser
 from deepdraft.text.request_rules import check_conversation
 from deepdraft.types import TokenEvent, TokenLogprob
 
@@ -51,7 +52,7 @@ def chat_job(
     sampling.check_range(
         body.max_completion_tokens, "max_completion_tokens", 1, float("inf"), "at least 1"
     )
-    conversation = read_conversation(body)
+    conversation = read_conversation(body, model.family)
     check_conversation(conversation, images=False)
     rendered = text.render_chat(
         conversation, model.tokenizer, model.family, max_tokens=model.max_tokens
@@ -70,8 +71,9 @@ def chat_job(
         sampling.DEFAULT_NEW_TOKENS_THINKING if thinking else sampling.DEFAULT_NEW_TOKENS,
     )
     stops = sampling.stop_strings(body)
-    end_ids = sampling.stop_ids(body, model)
-    hidden_ids = end_ids | {model.eos_token_id}
+    more_ends = text.end_ids(model.tokenizer, model.family)
+    end_ids = sampling.stop_ids(body, model) | (frozenset() if body.ignore_eos else more_ends)
+    hidden_ids = end_ids | more_ends | {model.eos_token_id}
     id, n = id or response_id("chatcmpl"), body.n or 1
     requests = sampling.generate_requests(
         id,
@@ -86,7 +88,7 @@ def chat_job(
         ChatChoice(
             i,
             model=model,
-            parser=OutputParser(parse_start, model.tokenizer),
+            parser=make_parser(parse_start, model.tokenizer, model.family),
             thinking=thinking,
             stops=stops,
             hidden_ids=hidden_ids,
@@ -123,7 +125,7 @@ def check_chat_tokens(model: ModelView) -> None:
 def num_prompt_tokens(body: schema.ChatRequest, model: ModelView) -> int:
     """Tokens of the prompt that a chat body would be answered from. Raises RequestError."""
     check_chat_tokens(model)
-    conversation = read_conversation(body)
+    conversation = read_conversation(body, model.family)
     check_conversation(conversation, images=False)
     return len(text.render_chat(conversation, model.tokenizer, model.family).token_ids)
 
@@ -141,12 +143,13 @@ def _num_logprobs(body: schema.ChatRequest) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
-def read_conversation(body: schema.ChatRequest) -> text.Conversation:
+def read_conversation(body: schema.ChatRequest, family: Family) -> text.Conversation:
     """The conversation of a chat body, in the form that prompts are rendered from."""
     thinking = text.resolve_thinking(
         thinking=body.thinking,
         reasoning_effort=body.reasoning_effort,
         chat_template_kwargs=body.chat_template_kwargs,
+        family=family,
     )
     return text.Conversation(
         messages=tuple(_message(m) for m in body.messages),

@@ -32,7 +32,7 @@ from deepdraft.errors import RequestError
 from deepdraft.server import schema
 from deepdraft.server.sampling import ModelView
 from deepdraft.text import prompt as text
-from deepdraft.text.conversation import TextPart
+from deepdraft.text.conversation import TRAITS, TextPart
 
 _BLOCK_GAP = "\n\n"
 """What stands between reasoning and calls."""
@@ -87,6 +87,8 @@ def chat_enforcement(
         assert form is not None
         _check_ends(body, form.where)
         return _enforce_form(compiler, form, at, prefix=_prefix(conversation, start))
+    if TRAITS[model.family].calls != "dsml":
+        return _without_call_grammar(body, conversation, form, strict=strict)
     marker_id = model.tokenizer.id_of(CALL_MARKER)
     assert marker_id is not None, "a chat tokenizer has the call marker"
     syntax = CallSyntax(marker_id=marker_id, family=model.family)
@@ -118,6 +120,29 @@ def chat_enforcement(
         )
         grammar, ignored = enforced.grammar, ignored + enforced.ignored
     return Enforcement(grammar=grammar, ignored=ignored, form=form is not None and not forced)
+
+
+def _without_call_grammar(
+    body: schema.ChatRequest, conversation: text.Conversation, form: Form | None, *, strict: bool
+) -> Enforcement:
+    """For formats whose calls no grammar is written for: what cannot be promised is refused."""
+    if conversation.tool_choice.mode in ("required", "function"):
+        raise RequestError(
+            "calls cannot be forced in this model's prompt format; use tool_choice auto",
+            param="tool_choice",
+        )
+    if strict:
+        raise RequestError(
+            "strict tools cannot be enforced in this model's prompt format; leave strict out",
+            param="tools",
+        )
+    if form is not None:
+        raise RequestError(
+            f"{form.where} cannot be combined with tools in this model's prompt format; leave one "
+            "of them out, or set tool_choice to none",
+            param=form.where,
+        )
+    return Enforcement(ignored=("parallel_tool_calls",))
 
 
 def _compiler(model: ModelView) -> GrammarCompiler:

@@ -108,7 +108,8 @@ def _of_chat(body: TokenizeRequest, model: ModelView) -> list[int]:
             reasoning_effort=body.reasoning_effort,
             chat_template_kwargs=body.chat_template_kwargs,
             task=body.task,
-        )
+        ),
+        model.family,
     )
     check_conversation(conversation, images=False)
     most = MOST_CONTEXTS * model.max_tokens

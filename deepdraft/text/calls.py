@@ -9,6 +9,8 @@ import json
 import re
 from dataclasses import dataclass
 
+from deepdraft.text.filters import JsonFilter
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
@@ -160,6 +162,36 @@ class CallWriter:
         if piece:
             self._written.append(piece)
         return piece
+
+
+class MarkedCall:
+    """A call whose arguments come as JSON, perhaps in a fence, and are passed on as they are."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.complete = False
+        self._filter = JsonFilter()
+        self._written: list[str] = []
+
+    def extend(self, text: str) -> str:
+        """More text; returns argument text, as does `close`."""
+        piece = self._filter.push(text)
+        self._written.append(piece)
+        return piece
+
+    def close(self) -> str:
+        """End the call; a call without arguments gets an empty object."""
+        piece = self._filter.flush()
+        if not "".join(self._written).strip() and not piece.strip():
+            piece = "{}"
+        self._written.append(piece)
+        self.complete = True
+        return piece
+
+    def parsed(self) -> ParsedCall:
+        """The call as a whole."""
+        text = "".join(self._written)
+        return ParsedCall(self.name, text, self.complete and _is_json(text))
 
 
 def _escaped(text: str) -> str:

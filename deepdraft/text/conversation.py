@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from deepdraft.errors import RequestError
 
-Family = Literal["v4.1", "v4"]
+Family = Literal["v4.1", "v4", "v3.2", "v3.1", "r1", "v3", "v2", "coder"]
+"""How a model's conversations are written: named after the first model that does it so."""
 Role = Literal["system", "developer", "user", "assistant", "tool", "latest_reminder"]
 Stage = Literal["reasoning", "reasoning_continuation", "content", "content_continuation"]
 Effort = int | Literal["low", "high", "max"]
@@ -34,6 +35,33 @@ EFFORT_NAMES: dict[str, Effort] = {
 
 EFFORT_BUDGETS: dict[str, int] = {"low": 50, "high": 75, "max": 100}
 """The number that V4.1 writes for a level."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What a family's conversations can hold.
+
+    `thinking`: a `switch` of each request, `always` or `never`; `default`: where a request is
+    silent. `calls`: written with DSML tags, with marks (control tokens), or not at all. `extras`:
+    effort, one-shot tasks, reminders.
+    """
+
+    thinking: Literal["switch", "always", "never"] = "never"
+    default: bool = False
+    calls: Literal["dsml", "marks"] | None = None
+    extras: bool = False
+
+
+TRAITS: dict[Family, Traits] = {
+    "v4.1": Traits(thinking="switch", default=True, calls="dsml", extras=True),
+    "v4": Traits(thinking="switch", default=True, calls="dsml", extras=True),
+    "v3.2": Traits(thinking="switch", calls="dsml"),
+    "v3.1": Traits(thinking="switch", calls="marks"),
+    "r1": Traits(thinking="always", default=True, calls="marks"),
+    "v3": Traits(calls="marks"),
+    "v2": Traits(),
+    "coder": Traits(),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +189,7 @@ def resolve_thinking(
     reasoning_effort: object = None,
     chat_template_kwargs: Mapping[str, object] | None = None,
     default: bool = True,
+    family: Family | None = None,
 ) -> Thinking:
     """Read every spelling of the thinking switch; the values are those of the JSON body.
 
@@ -168,8 +197,10 @@ def resolve_thinking(
     `chat_template_kwargs.thinking`, `chat_template_kwargs.enable_thinking`, an effort of "none"
     (off), else `default`. Effort, first that is given: `reasoning_effort`,
     `chat_template_kwargs.reasoning_effort`, else "high". An effort of "none" under an explicit
-    "on" counts as not given. Raises RequestError naming the field.
+    "on" counts as not given. A `family` that always or never thinks does so whatever the switches
+    say; its default is the one taken. Raises RequestError naming the field.
     """
+    traits = TRAITS[family] if family is not None else None
     kwargs = chat_template_kwargs or {}
     efforts = [
         _read_effort(reasoning_effort, "reasoning_effort"),
@@ -182,8 +213,14 @@ def resolve_thinking(
     ]
     effort = next((e for e in efforts if e is not None), None)
     enabled = next((s for s in switches if s is not None), None)
-    if enabled is None:
-        enabled = default if effort is None else effort != "none"
+    if traits is not None:
+        default = traits.default
+    if traits is not None and traits.thinking != "switch":
+        enabled = default
+    elif enabled is None:
+        # A level of effort asks for thinking only where thinking has levels.
+        levels = effort is not None and (traits is None or traits.extras or effort == "none")
+        enabled = effort != "none" if levels else default
     if effort is None or effort == "none":
         effort = "high"
     return Thinking(enabled=enabled, effort=effort)

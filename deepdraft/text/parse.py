@@ -1,7 +1,8 @@
-"""Output of the V4.1 and V4 families, split into reasoning, content and tool calls.
+"""Answers split into reasoning, content and tool calls.
 
-Owns: `OutputParser`, the state machine over token ids (or over text). docs/prompt-format.md lists
-where it differs from DeepSeek's own stream parser, and why.
+Owns: `OutputParser`, the state machine over token ids (or over text), with the calls of V4.1, V4
+and V3.2 (`parse_marks` has those of V3 and V3.1). docs/prompt-format.md lists where it differs from
+DeepSeek's own stream parser, and why.
 Knows nothing of: HTTP, sampling, how the prompt was made (only where it left off).
 """
 
@@ -19,6 +20,7 @@ from deepdraft.text.calls import (
     read_tag,
     tag_end,
 )
+from deepdraft.text.control import DSML, EOS, THINK_END
 from deepdraft.text.conversation import ParseStart
 from deepdraft.text.filters import JsonFilter, StopMatcher, partial_suffix
 from deepdraft.text.tokenizer import Tokenizer
@@ -34,9 +36,6 @@ __all__ = [
     "ToolCallDelta",
 ]
 
-_THINK_END = "</think>"
-_DSML = "｜DSML｜"
-_EOS = "<｜end▁of▁sentence｜>"
 _BLOCK_OPENERS = tuple(f"{space}{name}>" for name in BLOCK_NAMES for space in ("", " "))
 _INVOKE_OPENERS = ("invoke ", " invoke ")
 _MAX_TAG = 4096
@@ -60,7 +59,7 @@ class ContentDelta:
 Delta = ReasoningDelta | ContentDelta | ToolCallDelta
 
 
-class _State(Enum):
+class State(Enum):
     REASONING = auto()
     CONTENT = auto()
     OPENING = auto()  # after "<" and the DSML marker in reasoning or content
@@ -77,14 +76,17 @@ class OutputParser:
     How the answer is cut into pushes never changes the concatenated deltas.
     """
 
+    marks: tuple[str, ...] = (THINK_END, DSML)
+    """Control tokens that mean something here."""
+
     def __init__(self, parse_start: ParseStart, tokenizer: Tokenizer | None = None) -> None:
         """`tokenizer` is needed for `push`. Markers then count only as their token ids."""
         stage = parse_start.stage
-        self._state = _State.CONTENT
+        self._state = State.CONTENT
         if parse_start.in_tool_calls:
-            self._state = _State.CALLS
+            self._state = State.CALLS
         elif stage.startswith("reasoning"):
-            self._state = _State.REASONING
+            self._state = State.REASONING
         self._strip = not stage.endswith("continuation")
         """Leading newlines are dropped until there is other text."""
         self._parse_calls = parse_start.tool_calls or parse_start.in_tool_calls
@@ -92,8 +94,8 @@ class OutputParser:
         self._tokenizer = tokenizer
         self._decoder = tokenizer.incremental() if tokenizer else None
         self._markers: dict[int, str] = {}
-        self._eos = tokenizer.id_of(_EOS) if tokenizer else None
-        for marker in (_THINK_END, _DSML):
+        self._eos = tokenizer.id_of(EOS) if tokenizer else None
+        for marker in self.marks:
             token_id = tokenizer.id_of(marker) if tokenizer else None
             if token_id is not None:
                 self._markers[token_id] = marker
@@ -117,7 +119,7 @@ class OutputParser:
             if token_id == self._eos:
                 continue
             marker = self._markers.get(token_id)
-            if self._state is _State.REASONING and marker is None:
+            if self._state is State.REASONING and marker is None:
                 self._num_reasoning_tokens += 1
             if marker is None:
                 self._read_text(self._decoder.push(token_id))
@@ -130,14 +132,14 @@ class OutputParser:
         """Read text of the answer; markers count by their spelling."""
         text = self._pending_text + text
         while True:
-            found = [(i, m) for m in (_THINK_END, _DSML) if (i := text.find(m)) >= 0]
+            found = [(i, m) for m in self.marks if (i := text.find(m)) >= 0]
             if not found:
                 break
             index, marker = min(found)
             self._read_text(text[:index])
             self._read_marker(marker)
             text = text[index + len(marker) :]
-        keep = max(partial_suffix(text, m) for m in (_THINK_END, _DSML))
+        keep = max(partial_suffix(text, m) for m in self.marks)
         self._pending_text = text[len(text) - keep :]
         self._read_text(text[: len(text) - keep])
         return self._take()
@@ -152,9 +154,9 @@ class OutputParser:
         self._pending_text = ""
         if self._decoder is not None:
             self._decoder.flush()
-        if self._state in (_State.REASONING, _State.CONTENT):
+        if self._state in (State.REASONING, State.CONTENT):
             self._emit_held()
-        elif self._state is _State.VALUE:
+        elif self._state is State.VALUE:
             self._arguments(self._calls[-1].extend(self._held) if self._in_call else "")
         self._held = ""
         if self._in_call:
@@ -163,7 +165,7 @@ class OutputParser:
             self._in_call = False
         if self._json is not None and (rest := self._json.flush()):
             self._append(ContentDelta(rest))
-        self._state = _State.DONE
+        self._state = State.DONE
         return self._take()
 
     def finish_reason(self, reason: FinishReason) -> Literal[FinishReason, "tool_calls"]:
@@ -185,69 +187,69 @@ class OutputParser:
         return out
 
     def _read_marker(self, marker: str) -> None:
-        if marker == _DSML and self._parse_calls:
+        if marker == DSML and self._parse_calls:
             self._read_dsml()
-        elif marker == _THINK_END:
+        elif marker == THINK_END:
             self._read_think_end()
         else:
             self._read_text(marker)
 
     def _read_think_end(self) -> None:
-        if self._state is _State.OPENING:
+        if self._state is State.OPENING:
             self._not_a_block()
-        if self._state is _State.REASONING:
+        if self._state is State.REASONING:
             if self._held:
                 self._emit_held()
-            self._state, self._newlines, self._strip = _State.CONTENT, 0, True
-        elif self._state is _State.CONTENT:
+            self._state, self._newlines, self._strip = State.CONTENT, 0, True
+        elif self._state is State.CONTENT:
             self._emit_held()  # a stray one is swallowed
             self._strip = False
         else:
-            self._read_text(_THINK_END)
+            self._read_text(THINK_END)
 
     def _read_dsml(self) -> None:
-        if self._state is _State.OPENING:
+        if self._state is State.OPENING:
             self._not_a_block()
-        if self._state in (_State.REASONING, _State.CONTENT):
+        if self._state in (State.REASONING, State.CONTENT):
             if self._held.endswith("<"):
-                self._outer, self._state, self._tag = self._state, _State.OPENING, ""
+                self._outer, self._state, self._tag = self._state, State.OPENING, ""
             else:
-                self._read_text(_DSML)
-        elif self._state is _State.VALUE:
+                self._read_text(DSML)
+        elif self._state is State.VALUE:
             if self._held == "</":
                 self._arguments(self._calls[-1].end() if self._in_call else "")
                 self._begin_tag(closing=True)
             else:
-                self._read_text(_DSML)
-        elif self._state is not _State.DONE:
+                self._read_text(DSML)
+        elif self._state is not State.DONE:
             # Between tags, or in a tag that was never ended: then this one counts.
-            before = self._tag if self._state is _State.TAG else self._held
+            before = self._tag if self._state is State.TAG else self._held
             if before.endswith(("<", "</")):
                 self._begin_tag(closing=before.endswith("</"))
-            elif self._state is _State.TAG:
-                self._tag += _DSML
+            elif self._state is State.TAG:
+                self._tag += DSML
 
     def _read_text(self, text: str) -> None:
         if not text:
             return
         match self._state:
-            case _State.REASONING | _State.CONTENT:
+            case State.REASONING | State.CONTENT:
                 self._read_plain(text)
-            case _State.OPENING:
+            case State.OPENING:
                 self._tag += text
                 self._check_opening()
-            case _State.CALLS | _State.INVOKE:
+            case State.CALLS | State.INVOKE:
                 self._held = (self._held + text)[-2:]
-            case _State.VALUE:
+            case State.VALUE:
                 text = self._held + text
                 keep = 2 if text.endswith("</") else int(text.endswith("<"))
                 self._held = text[len(text) - keep :]
                 if self._in_call:
                     self._arguments(self._calls[-1].extend(text[: len(text) - keep]))
-            case _State.TAG:
+            case State.TAG:
                 self._tag += text
                 self._check_tag()
-            case _State.DONE:
+            case State.DONE:
                 pass
 
     def _read_plain(self, text: str) -> None:
@@ -258,7 +260,7 @@ class OutputParser:
         if self._parse_calls and text.endswith("<"):
             text, self._held = text[:-1], "<"
         body = text
-        if self._parse_calls or self._state is _State.REASONING:
+        if self._parse_calls or self._state is State.REASONING:
             body = text.rstrip("\n")
         if body:
             newlines, self._newlines = self._newlines, 0
@@ -274,7 +276,7 @@ class OutputParser:
         if self._tag.startswith(_BLOCK_OPENERS):
             self._newlines, self._held = 0, ""
             rest = self._tag[self._tag.index(">") + 1 :]
-            self._state = _State.CALLS
+            self._state = State.CALLS
             self._read_text(rest)
         elif self._tag.startswith(_INVOKE_OPENERS):
             # A call without a block around it.
@@ -286,14 +288,14 @@ class OutputParser:
 
     def _not_a_block(self) -> None:
         """The marker did not open a block after all: it was text."""
-        text, self._held, self._tag = self._held + _DSML + self._tag, "", ""
+        text, self._held, self._tag = self._held + DSML + self._tag, "", ""
         self._state = self._outer
         self._read_plain(text)
 
     def _begin_tag(self, *, closing: bool) -> None:
         self._held, self._tag, self._tag_searched = "", "", 0
         self._tag_closing = closing
-        self._state = _State.TAG
+        self._state = State.TAG
 
     def _check_tag(self) -> None:
         head = self._tag[:_MAX_TAG]
@@ -311,22 +313,22 @@ class OutputParser:
 
     def _end_tag(self, tag: Tag) -> None:
         self._tag = ""
-        self._state = _State.INVOKE if self._in_call else _State.CALLS
+        self._state = State.INVOKE if self._in_call else State.CALLS
         match tag:
             case Tag("calls", closing=True):
                 self._close_call()
-                self._state = _State.DONE
+                self._state = State.DONE
             case Tag("invoke", closing=True):
                 self._close_call()
-                self._state = _State.CALLS
+                self._state = State.CALLS
             case Tag("invoke", closing=False, name=str() as name):
                 self._close_call()
                 self._calls.append(CallWriter(len(self._calls), name))
                 self._in_call = True
-                self._state = _State.INVOKE
+                self._state = State.INVOKE
                 self._append(ToolCallDelta(len(self._calls) - 1, name=name))
             case Tag("parameter", closing=False) if self._in_call:
-                self._state = _State.VALUE
+                self._state = State.VALUE
                 if tag.name is not None:
                     self._arguments(self._calls[-1].begin(tag.name, string=tag.string))
 
@@ -343,7 +345,7 @@ class OutputParser:
         if not text:
             return
         self._strip = False
-        if self._state is _State.REASONING:
+        if self._state is State.REASONING:
             self._append(ReasoningDelta(text))
             return
         if self._json is not None:

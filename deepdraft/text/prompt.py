@@ -1,20 +1,39 @@
-"""Prompts of the V4.1 and V4 families.
+"""Prompts: from a `Conversation` to text, token ids and the parser's start.
 
-Owns: the way from a `Conversation` to prompt text, token ids and the parser's start. The turns
-themselves are written by deepseek-recipe, DeepSeek's own encoder; docs/prompt-format.md lists the
-few places where we differ from its request conversion, and why.
+Owns: encoding, and the turns of the V4.1 and V4 families, which deepseek-recipe writes, DeepSeek's
+own encoder; docs/prompt-format.md lists the few places where we differ from its request conversion,
+and why. The turns of older families are written in `older`.
 Knows nothing of: HTTP, models, sampling. Requests are checked by `request_rules`, not here.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import deepseek_recipe as recipe
 
 from deepdraft.errors import EngineError, RequestError
+from deepdraft.text import older
+from deepdraft.text.control import (
+    ASSISTANT,
+    BOS,
+    DSML,
+    EOS,
+    EOT,
+    FIM_BEGIN,
+    FIM_END,
+    FIM_HOLE,
+    IMAGE,
+    SYSTEM,
+    THINK_END,
+    THINK_START,
+    USER,
+    Segment,
+)
 from deepdraft.text.conversation import (
     EFFORT_BUDGETS,
     TASKS,
+    TRAITS,
     Conversation,
     Effort,
     Family,
@@ -46,6 +65,7 @@ __all__ = [
     "ToolCall",
     "ToolChoice",
     "chat_tokens",
+    "end_ids",
     "missing_chat_tokens",
     "render_chat",
     "render_fim",
@@ -53,29 +73,21 @@ __all__ = [
     "tool_parameters",
 ]
 
-BOS = "<｜begin▁of▁sentence｜>"
-EOS = "<｜end▁of▁sentence｜>"
-SYSTEM = "<｜System｜>"
-USER = "<｜User｜>"
-ASSISTANT = "<｜Assistant｜>"
-THINK_START = "<think>"
-THINK_END = "</think>"
-DSML = "｜DSML｜"
-IMAGE = "<｜deepseek_image｜>"
-FIM_BEGIN = "<｜fim▁begin｜>"
-FIM_HOLE = "<｜fim▁hole｜>"
-FIM_END = "<｜fim▁end｜>"
-
 _UNSUPPORTED_IMAGE = "[Unsupported Image]"
-
-# A piece of a prompt: its text, and whether it is one control token.
-Segment = tuple[str, bool]
 
 
 def chat_tokens(family: Family) -> tuple[str, ...]:
     """The control tokens without which no chat of this family can be written or read."""
+    if not family.startswith("v4"):
+        return older.chat_tokens(family)
     common = (BOS, EOS, USER, ASSISTANT, THINK_START, THINK_END, DSML)
     return (*common, SYSTEM) if family == "v4.1" else common
+
+
+def end_ids(tokenizer: Tokenizer, family: Family) -> frozenset[int]:
+    """Tokens that end an answer of this family, beside the model's own."""
+    found = tokenizer.id_of(EOT) if family == "coder" else None
+    return frozenset() if found is None else frozenset({found})
 
 
 def missing_chat_tokens(tokenizer: Tokenizer, family: Family) -> tuple[str, ...]:
@@ -97,6 +109,8 @@ def render_chat(
     written: a control token that the tokenizer lacks, text that is not Unicode, a tool schema that
     JSON cannot hold; PromptTooLong as soon as it is clear that it has more than `max_tokens`.
     """
+    if not family.startswith("v4"):
+        return _render_older(conversation, tokenizer, family, max_tokens)
     sentinel = _image_sentinel(conversation)
     try:
         segments = _render_segments(conversation, family, sentinel)
@@ -118,6 +132,26 @@ def render_chat(
         text="".join(text for text, _ in segments),
         parse_start=_parse_start(conversation),
         images=images,
+    )
+
+
+def _render_older(
+    conversation: Conversation, tokenizer: Tokenizer, family: Family, max_tokens: int | None
+) -> RenderedPrompt:
+    tools = _offered_tools(conversation)
+    texts = [_content_text(m, _UNSUPPORTED_IMAGE) for m in conversation.messages]
+    try:
+        segments = older.render(conversation, texts, tools, family)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise RequestError(f"The tools or calls cannot be written: {error}") from error
+    start = replace(_parse_start(conversation), in_tool_calls=False)
+    if TRAITS[family].calls == "marks" and conversation.messages[-1].role == "tool":
+        # Results are answered at once: the prompt ends without a header and its thinking mark.
+        start = replace(start, stage="content")
+    return RenderedPrompt(
+        token_ids=tuple(_encode(segments, tokenizer, family, max_tokens)),
+        text="".join(text for text, _ in segments),
+        parse_start=start,
     )
 
 

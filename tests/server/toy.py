@@ -10,6 +10,7 @@ from typing import Any
 from deepdraft.config import Config, EngineConfig, ServerConfig
 from deepdraft.engine.load import LoadedModel
 from deepdraft.server.service import Service
+from deepdraft.text.conversation import Family
 from deepdraft.text.tokenizer import Tokenizer
 from tests.engine.fake import DraftingRunner, FakeRunner
 
@@ -83,12 +84,14 @@ class Toy:
         max_tokens: int = 4096,
         defaults: dict[str, float] | None = None,
         drafts: bool = False,
+        family: Family = "v4.1",
     ) -> None:
         self.tokenizer = Tokenizer.load(tokenizer_file(directory, special))
         kind = DraftingRunner if drafts else FakeRunner
         self.runner: FakeRunner = kind(vocab_size=self.tokenizer.vocab_size, max_tokens=max_tokens)
         self.prompts: list[str] = []
         self.defaults = defaults or {}
+        self.family: Family = family
         self.gate = threading.Event()
         """Loading waits for it."""
         self.gate.set()
@@ -107,6 +110,7 @@ class Toy:
             eos_token_id=EOS,
             bos_token_id=BOS,
             fingerprint="fp_toy",
+            family=self.family,
             sampling_defaults=self.defaults,
         )
 
