@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deepdraft.errors import ConfigError
-from deepdraft.kernels.native import build, stream
+from deepdraft.kernels.native import build, fragments, stream
 from deepdraft.kernels.native.fragments import StreamPlan
 
 
@@ -88,10 +88,12 @@ def test_the_setting(monkeypatch):
         stream.dense_plan(cpu, 64, 64)
 
 
-def test_every_variant_fits_into_shared_memory():
-    for plan in (StreamPlan(10, 2, 16, 1), StreamPlan(9, 3, 1, 16)):
-        assert stream.shared_bytes(stream.UP, plan) <= 232448
-    assert stream.shared_bytes(stream.FP8_ROWS, StreamPlan(6, 3, 16, 1)) <= 232448
+@pytest.mark.parametrize("kind", ["fp8", "fp4"])
+def test_every_variant_fits_into_shared_memory(kind):
+    own = stream.FP8_ROWS if kind == "fp8" else stream.UP
+    for groups in range(1, 500):
+        for plan in fragments.stream_plans(kind, groups):
+            assert (stream.shared_bytes(own, plan) + 1024) * plan.blocks <= 228 * 1024
 
 
 def has_nvrtc():

@@ -55,6 +55,9 @@ def _nvrtc() -> ctypes.CDLL:
     names = [str(p) for p in sorted(site.glob(f"*/lib/libnvrtc.so.{major}*"))]
     for name in (*names, f"libnvrtc.so.{major}", "libnvrtc.so"):
         try:
+            # It opens its second library by name, which the loader finds once it is loaded.
+            for part in Path(name).parent.glob("libnvrtc-builtins.so*") if "/" in name else ():
+                ctypes.CDLL(str(part))
             return ctypes.CDLL(name)
         except OSError:
             continue

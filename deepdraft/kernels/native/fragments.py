@@ -10,6 +10,7 @@ up maps, which are read together, tile 0 is the gate and tile 1 the up map of 16
 2 g + h.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -20,11 +21,10 @@ from deepdraft.kernels.layout import GROUP, _arrivals, _checked_scales, _even
 from deepdraft.kernels.native.plans import MEASURED
 
 UNIT = 32
-_WARPS = 16
-_BLOCKS = 132
-"""Multiprocessors of an H200: one block each."""
+_MULTIPROCESSORS = 132
+"""Of an H200: one block of 16 warps each, or two of 8, whose launches overlap."""
 _RING_GROUPS = {"fp8": 6, "fp4": 10}
-"""The most groups of a warp's unit for which rings of 16 warps fit into shared memory."""
+"""The most groups of a warp's unit for which the rings of 16 warps fit into shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +38,26 @@ class StreamPlan:
     down: int
     split: int = 1
 
+    @property
+    def warps(self) -> int:
+        """Warps of a block that multiply."""
+        return self.across * self.down
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that a multiprocessor holds."""
+        return 2 if self.warps <= 8 else 1
+
 
 def stream_plans(kind: str, groups: int) -> Iterator[StreamPlan]:
     """Plans of a matrix of so many groups of columns; none where they cannot be shared evenly."""
-    for across in (16, 8, 4, 2, 1):
-        for split in range(1, 9 if kind == "fp8" else 2):
-            each, left = divmod(groups, across * split)
-            if left or not 0 < each <= _RING_GROUPS[kind]:
-                continue
-            step = next(s for s in (3, 2, 5, 7, 1) if each % s == 0)
-            yield StreamPlan(each, step, across, _WARPS // across, split)
+    splits = range(1, 9 if kind == "fp8" else 2)
+    for warps, across, split in itertools.product((16, 8), (16, 8, 4, 2, 1), splits):
+        each, left = divmod(groups, across * split)
+        if across > warps or left or not 0 < each <= _RING_GROUPS[kind]:
+            continue
+        step = next(s for s in (3, 2, 5, 7, 1) if each % s == 0)
+        yield StreamPlan(each, step, across, warps // across, split)
 
 
 def dense_stream_plan(rows: int, cols: int) -> StreamPlan | None:
@@ -58,7 +68,8 @@ def dense_stream_plan(rows: int, cols: int) -> StreamPlan | None:
     def cost(plan: StreamPlan) -> float:
         tasks = plan.split * -(-rows // UNIT // plan.down)
         # Bytes of the busiest block, and something for each of its tasks.
-        turns = -(-tasks // _BLOCKS)
+        blocks = _MULTIPROCESSORS * plan.blocks
+        turns = -(-tasks // blocks) * plan.blocks
         return turns * (plan.down * plan.across * plan.groups + 16) + 8 * plan.split
 
     return min(stream_plans("fp8", cols // GROUP), key=cost, default=None)

@@ -1,6 +1,6 @@
 // Few-row products with weights that are read once: dense FP8 maps and routed MXFP4 experts, sm_90.
 //
-// One block a multiprocessor stays for the whole launch. Its WK * WM warps share the work by
+// One block a multiprocessor (two of up to 8 warps) stays for the whole launch. Its WK * WM warps share the work by
 // columns (WK) and by blocks of 32 output rows (WM); each streams its own weights through a ring of
 // its own in shared memory, two units deep, filled by cp.async: no warp waits for another. Sums of
 // the WK warps are added in order by one more warp while the others go on with the next unit.
@@ -382,7 +382,7 @@ __device__ __forceinline__ Task task_of(const Params& p, int task, int sets) {
     return k;
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32 + (WK > 1 ? 32 : 0), 1)
+extern "C" __global__ void __launch_bounds__(WARPS * 32 + (WK > 1 ? 32 : 0), WARPS <= 8 ? 2 : 1)
 stream_kernel(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 raw[];
     Shared& sh = *(Shared*)raw;
@@ -418,24 +418,33 @@ stream_kernel(const __grid_constant__ Params p) {
             const int turn = task - first_task, slot = turn & 1;
             const Task k = task_of(p, task, sets);
             barrier_wait(shared_address(&sh.full[slot]), turn >> 1 & 1);
-            float sum[WM][2][4];
+            constexpr int TOGETHER = WM < 2 ? WM : 2;  // more do not fit into registers
+#pragma unroll 1
+            for (int first = 0; first < WM; first += TOGETHER) {
+                float sum[TOGETHER][2][4];
 #pragma unroll
-            for (int m = 0; m < WM; m++)
+                for (int m = 0; m < TOGETHER; m++)
 #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    float4 v = sh.part[WK > 1 ? slot : 0][WK > 1 ? m * WK : 0][i][lane];
-                    sum[m][i][0] = v.x, sum[m][i][1] = v.y, sum[m][i][2] = v.z, sum[m][i][3] = v.w;
+                    for (int i = 0; i < 2; i++) {
+                        const int own = (first + m) * WK;
+                        float4 v = sh.part[WK > 1 ? slot : 0][WK > 1 ? own : 0][i][lane];
+                        sum[m][i][0] = v.x, sum[m][i][1] = v.y, sum[m][i][2] = v.z, sum[m][i][3] = v.w;
 #pragma unroll
-                    for (int j = 1; j < (WK > 1 ? WK : 2); j++) {
-                        float4 o = sh.part[slot][m * WK + j][i][lane];
-                        sum[m][i][0] += o.x, sum[m][i][1] += o.y, sum[m][i][2] += o.z, sum[m][i][3] += o.w;
+                        for (int j = 1; j < (WK > 1 ? WK : 2); j++) {
+                            float4 o = sh.part[WK > 1 ? slot : 0][WK > 1 ? own + j : 0][i][lane];
+                            sum[m][i][0] += o.x, sum[m][i][1] += o.y, sum[m][i][2] += o.z, sum[m][i][3] += o.w;
+                        }
                     }
+                if (first + TOGETHER >= WM) {
+                    __syncwarp();
+                    if (lane == 0) barrier_arrive(shared_address(&sh.empty[slot]));
                 }
-            __syncwarp();
-            if (lane == 0) barrier_arrive(shared_address(&sh.empty[slot]));
 #pragma unroll
-            for (int m = 0; m < WM; m++)
-                if (k.unit + m < p.units) finish(p, sum[m], row_tile, k.unit + m, k.part, k.place, lane);
+                for (int m = 0; m < TOGETHER; m++) {
+                    const int unit = k.unit + first + m;
+                    if (unit < p.units) finish(p, sum[m], row_tile, unit, k.part, k.place, lane);
+                }
+            }
         }
         return;
     }

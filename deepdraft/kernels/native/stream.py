@@ -103,7 +103,7 @@ def macros(kind: int, plan: StreamPlan, output: int) -> dict[str, int]:
 
 def shared_bytes(kind: int, plan: StreamPlan) -> int:
     """Dynamic shared memory of one block."""
-    warps = plan.across * plan.down
+    warps = plan.warps
     ring = 2 * plan.groups * (512 if kind >= UP else 1024)
     scales = 3 * plan.groups * 32 if kind >= UP else 0
     sums = (2 * warps if plan.across > 1 else 1) * 1024
@@ -113,7 +113,7 @@ def shared_bytes(kind: int, plan: StreamPlan) -> int:
 @functools.cache
 def _kernel(device: torch.device, kind: int, plan: StreamPlan, output: int) -> build.Kernel:
     code = build.cubin("stream.cu", macros(kind, plan, output), "sm_90a")
-    threads = 32 * (plan.across * plan.down + (plan.across > 1))
+    threads = 32 * (plan.warps + (plan.across > 1))
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # the context exists
         shared = shared_bytes(kind, plan)
@@ -121,7 +121,7 @@ def _kernel(device: torch.device, kind: int, plan: StreamPlan, output: int) -> b
 
 
 @functools.cache
-def _blocks(device: torch.device) -> int:
+def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -145,7 +145,8 @@ def _launch(
         **{k: v.data_ptr() if isinstance(v, Tensor) else v for k, v in fields.items()},
     )  # fmt: skip
     kernel = _kernel(device, kind, w.plan, output)
-    kernel.launch((_blocks(device), row_tiles), params, programmatic=programmatic_launch())
+    grid = _multiprocessors(device) * w.plan.blocks, row_tiles
+    kernel.launch(grid, params, programmatic=programmatic_launch())
 
 
 def gemv(

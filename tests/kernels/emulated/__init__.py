@@ -38,7 +38,7 @@ class Emulated:
 
 @functools.cache
 def _kernel(device, kind, plan, output):
-    threads = 32 * (plan.across * plan.down + (plan.across > 1))
+    threads = 32 * (plan.warps + (plan.across > 1))
     return Emulated(stream.macros(kind, plan, output), threads)
 
 
@@ -51,7 +51,7 @@ def on_cpu(test):
     def run(*args, **kwargs):
         with (
             mock.patch.object(stream, "_kernel", _kernel),
-            mock.patch.object(stream, "_blocks", lambda device: _BLOCKS),
+            mock.patch.object(stream, "_multiprocessors", lambda device: _BLOCKS),
             mock.patch.object(stream, "_checked", lambda *tensors: tensors[0].device),
         ):
             return test(*args, **kwargs)

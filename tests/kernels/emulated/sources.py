@@ -1,11 +1,14 @@
 """Other sources than stream.cu on a CPU."""
 
+import contextlib
 import ctypes
 import functools
 import subprocess
+from unittest import mock
 
 from deepdraft.kernels.native import build
 from tests.kernels.emulated import HERE, _folder
+from tests.kernels.interpreter import DEVICE
 
 
 class Emulated:
@@ -26,3 +29,16 @@ def _built(name, macros):
     command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-w", source, *flags]
     subprocess.run([*command, "-o", target, str(HERE / f"{name}.cpp")], check=True)
     return ctypes.CDLL(target).emulate
+
+
+@contextlib.contextmanager
+def switched(module, on, emulated, **fields):
+    """A module of kernels.native on or off; on a CPU with its emulated kernel, and those fields of
+    the module."""
+    with contextlib.ExitStack() as stack:
+        changes = {"enabled": lambda: on}
+        if DEVICE != "cuda":
+            changes |= {"_kernel": emulated, **fields}
+        for name, value in changes.items():
+            stack.enter_context(mock.patch.object(module, name, value))
+        yield
