@@ -1,12 +1,15 @@
 """attend.cu against float64 and other rows: the kernel itself on a GPU, its source on a CPU."""
 
+import functools
+from unittest import mock
+
 import pytest
 import torch
 
 from deepdraft.kernels.native import attend
+from tests.kernels.cases import grid
 from tests.kernels.emulated import CAN_RUN
-from tests.kernels.emulated.sources import Emulated
-from tests.kernels.interpreter import DEVICE
+from tests.kernels.emulated.sources import Emulated, switched
 from tests.kernels.test_attention import Case
 
 pytestmark = pytest.mark.skipif(not CAN_RUN, reason="needs a CUDA device, or g++")
@@ -16,18 +19,26 @@ def emulated(device, pairs, heads):
     return Emulated("attend", attend.macros(pairs, heads), 256)
 
 
-@pytest.fixture(autouse=True)
-def switched_on(monkeypatch):
-    monkeypatch.setattr(attend, "enabled", lambda: True)
-    if DEVICE != "cuda":
-        monkeypatch.setattr(attend, "_kernel", emulated)
+def switched_on(test):
+    """The decorated test with the kernel in place of Triton's."""
+
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+        with switched(attend, True, emulated):
+            test(*args, **kwargs)
+
+    return run
 
 
 # (heads, channels, rotary pairs, window, selected)
 @pytest.mark.parametrize(
-    "shape", [(3, 512, 32, 64, 0), (20, 512, 32, 20, 70)]
-    + [(64, 512, 32, 128, 512), (8, 512, 32, 128, 512)] * (DEVICE == "cuda"), ids=str,
-)  # fmt: skip
+    "shape",
+    grid(
+        [(3, 512, 32, 64, 0), (20, 512, 32, 20, 70)],
+        [(64, 512, 32, 128, 512), (8, 512, 32, 128, 512)],
+    ),
+)
+@switched_on
 def test_chunks(shape):
     case = Case(shape)
     got, want = case.run().double(), case.reference()
@@ -37,12 +48,15 @@ def test_chunks(shape):
 
 
 @pytest.mark.parametrize("heads", [32, 64])
-def test_more_heads_a_block(heads, monkeypatch):
-    monkeypatch.setattr(attend, "HEADS", heads)
+@switched_on
+def test_more_heads_a_block(heads):
     case = Case((heads + 3, 512, 16, 8, 9))
-    torch.testing.assert_close(case.run().double(), case.reference(), rtol=2.0**-7, atol=2.0**-6)
+    with mock.patch.object(attend, "HEADS", heads):
+        got = case.run().double()
+    torch.testing.assert_close(got, case.reference(), rtol=2.0**-7, atol=2.0**-6)
 
 
+@switched_on
 def test_bits_do_not_depend_on_other_rows():
     case = Case((5, 512, 32, 20, 70), rows=3)
     full = case.run()
@@ -51,6 +65,7 @@ def test_bits_do_not_depend_on_other_rows():
     assert torch.equal(case.run([2, 0])[0], full[2])
 
 
+@switched_on
 def test_other_shapes_are_left_to_triton():
     assert attend.fits(512, 32, 32768) and not attend.fits(64, 16, 160)
     case = Case((2, 64, 16, 8, 0))

@@ -8,7 +8,7 @@ from deepdraft.kernels.native import boundary
 from deepdraft.ops import gemm
 from tests.kernels.cases import grid, poisoned, rows_of
 from tests.kernels.emulated import CAN_RUN
-from tests.kernels.emulated.sources import Emulated
+from tests.kernels.emulated.sources import Emulated, switched
 from tests.kernels.interpreter import DEVICE
 
 pytestmark = pytest.mark.skipif(not CAN_RUN, reason="needs a CUDA device, or g++")
@@ -17,13 +17,6 @@ EPS = 1e-6
 
 def emulated(device, streams, picks, cluster, threads):
     return Emulated("boundary", boundary.macros(streams, picks), threads)
-
-
-@pytest.fixture(autouse=True)
-def machine(monkeypatch):
-    if DEVICE != "cuda":
-        monkeypatch.setattr(boundary, "_kernel", emulated)
-        monkeypatch.setattr(boundary, "CLUSTER", 1)
 
 
 def operands(streams, hidden, picks, rows=8):
@@ -38,9 +31,9 @@ def operands(streams, hidden, picks, rows=8):
     }  # fmt: skip
 
 
-def run(given, on, monkeypatch):
-    monkeypatch.setattr(boundary, "enabled", lambda: on)
-    out, u, rows = mhc.boundary(**given, norm_eps=EPS)
+def run(given, on=True):
+    with switched(boundary, on, emulated, CLUSTER=1):
+        out, u, rows = mhc.boundary(**given, norm_eps=EPS)
     return out, u, rows.codes, rows.scales.t()
 
 
@@ -48,10 +41,10 @@ def run(given, on, monkeypatch):
 @pytest.mark.parametrize(
     "shape", grid([(4, 96, 2), (2, 256, 0), (4, 4096, 6)], [(4, 5120, 6), (4, 5120, 0)])
 )
-def test_as_the_triton_kernel(shape, monkeypatch):
+def test_as_the_triton_kernel(shape):
     given = operands(*shape)
-    out, u, codes, scales = run(given, True, monkeypatch)
-    want, want_u, _, _ = run(given, False, monkeypatch)
+    out, u, codes, scales = run(given)
+    want, want_u, _, _ = run(given, False)
     # The interpreter does not fuse products and sums.
     assert (out == want).double().mean() >= (1.0 if DEVICE == "cuda" else 0.999)
     assert (u == want_u).double().mean() >= 0.99
@@ -60,19 +53,19 @@ def test_as_the_triton_kernel(shape, monkeypatch):
     assert torch.equal(codes, rows.codes) and torch.equal(scales.t(), rows.scales)
 
 
-def test_bits_do_not_depend_on_other_rows(monkeypatch):
+def test_bits_do_not_depend_on_other_rows():
     given = operands(4, 256, 2)
-    full = run(given, True, monkeypatch)
+    full = run(given)
     others = {k: poisoned(v, 5) if k in ("x", "y", "shared") else v for k, v in given.items()}
-    got = run(others, True, monkeypatch)
+    got = run(others)
     assert all(torch.equal(g[5], f[5]) for g, f in zip(got, full, strict=True))
 
 
-def test_zero_rows_have_the_least_scale(monkeypatch):
+def test_zero_rows_have_the_least_scale():
     given = operands(4, 256, 2)
     for name in ("x", "y", "shared"):
         given[name].zero_()
-    _, u, codes, scales = run(given, True, monkeypatch)
+    _, u, codes, scales = run(given)
     assert not u.any() and not codes.any()
     assert torch.equal(scales.t(), gemm.quantize_rows(u).scales)
 

@@ -1,0 +1,263 @@
+"""The stages between a step's products, on a GPU: each fused form against what it replaces.
+
+    python bench/chain_gpu.py --json FILE [--seconds 200] [--parts check,small,step]
+
+check  the tests of the fused stages and of the CUDA C++ ones (no pytest needed)
+small  us of each stage alone: graphs of 20 launches, median of 7
+step   the published shape, 6 rows and 22 experts a layer: the layers with every fused stage alone,
+       with all, with programmatic launch; bits against the first; then the whole step
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from kernel_timed import PUBLISHED, Operands, Timed, attention_timed  # noqa: E402
+from kernel_worker import timed_us  # noqa: E402
+from step_results import Results  # noqa: E402
+
+from deepdraft.kernels import (  # noqa: E402
+    attention,
+    cache,
+    gemv,
+    gemv_quant,
+    latents,
+    layout,
+    mhc,
+    moe,
+    routing,
+    runtime,
+)
+from deepdraft.kernels.native import attend, boundary  # noqa: E402
+from deepdraft.models import v41_step  # noqa: E402
+
+TESTS = (
+    "test_fused", "test_native_attend", "test_native_boundary", "test_attention", "test_mhc",
+    "test_cache", "test_step_ends", "test_index",
+)  # fmt: skip
+PLANS = ((16, 64, 4, 3), (16, 128, 4, 2), (64, 128, 4, 2), (64, 128, 8, 2), (64, 256, 8, 1),
+         (16, 256, 8, 1), (32, 128, 8, 2))  # fmt: skip
+
+
+def check(name: str) -> dict:
+    """One test module."""
+    import mini_pytest
+
+    mini_pytest.install()
+    found = mini_pytest.run(importlib.import_module(f"tests.kernels.{name}"))
+    torch.cuda.synchronize()
+    return found
+
+
+# ---- stages alone --------------------------------------------------------------------------
+
+
+def us(name: str, run: Callable[[], object], size: int = 0) -> float:
+    return round(timed_us(Timed(name, size, lambda i: run()), False), 2)
+
+
+def attention_times(o: Operands) -> dict:
+    out: dict[str, object] = {}
+    for rows in (6, 1):
+        for plan in PLANS if rows == 6 else PLANS[:1]:
+            case = attention_timed(o, rows, 64, attention.AttentionPlan(*plan))
+            out[f"r={rows} plan {plan}"] = round(timed_us(case, False), 2)
+        attend.enable(True)
+        try:
+            for heads in (16, 32, 64):
+                attend.HEADS = heads
+                case = attention_timed(o, rows, 64)
+                out[f"r={rows} native {heads}"] = round(timed_us(case, False), 2)
+        finally:
+            attend.enable(False)
+            attend.HEADS = 16
+    return out
+
+
+def boundary_times(o: Operands) -> dict:
+    s, out = o.sizes, {}
+    x, y, picked = o.halves(8, 4, s.hidden), o.halves(8, s.hidden), o.halves(8, 6, s.hidden)
+    norm, coef = torch.ones(s.hidden, device=o.device), o.floats(8, 24).sigmoid()
+    runs = {
+        "attention": lambda: mhc.boundary(x, norm, y=y, coef=coef),
+        "experts": lambda: mhc.boundary(x, norm, y=picked, shared=y, coef=coef),
+    }
+    for name, run in runs.items():
+        out[name] = us(name, run)
+        boundary.enable(True)
+        try:
+            for cluster in (1, 2, 4, 8) if s.hidden < 5000 else (2, 4, 8):
+                boundary.CLUSTER = cluster
+                out[f"{name} cluster {cluster}"] = us(name, run)
+        finally:
+            boundary.enable(False)
+            boundary.CLUSTER = 8
+    return out
+
+
+def route_times(o: Operands) -> dict:
+    s, out = o.sizes, {}
+    logits, bias = o.floats(8, s.experts), o.floats(s.experts, spread=0.01)
+    live = torch.arange(8, dtype=torch.int32, device=o.device)
+    counters = torch.zeros(16, dtype=torch.int32, device=o.device)
+    settings = {"k": s.picks, "scale": 1.5, "temperature": 1.0}
+    out["route"] = us("route", lambda: routing.route(logits, bias, live, **settings))
+    picks, _ = routing.route(logits, bias, live, **settings)
+    out["list"] = us("list", lambda: moe.expert_list(picks))
+    for warps in (1, 2, 4, 8):
+        routing.ROUTE_WARPS = warps
+        run = partial(routing.route_listed, logits, bias, live, counters, **settings)
+        out[f"route_listed {warps} warps"] = us("route_listed", run)
+    routing.ROUTE_WARPS = 4
+    return out
+
+
+def latent_times(o: Operands) -> dict:
+    s = o.sizes
+    x = o.halves(8, s.q_lora + s.head_dim)
+    q_norm, kv_norm = (torch.ones(n, device=o.device) for n in (s.q_lora, s.head_dim))
+    cos, sin = o.positions(8)
+    dest = torch.arange(8, dtype=torch.int32, device=o.device)
+    window = o.bytes(8, cache.record_bytes("window", s.head_dim))
+    common = {"norm_eps": 1e-20}
+    write = partial(cache.write_entries, "window", x, kv_norm, cos, sin, dest, window,
+                    start=s.q_lora, **common)  # fmt: skip
+    return {
+        "norm": us("norm", lambda: mhc.norm_rows(x, q_norm, s.q_lora, **common)),
+        "write": us("write", write),
+        "split_latents": us("both", lambda: latents.split_latents(
+            x, q_norm, kv_norm, cos, sin, dest, window, **common)),
+    }  # fmt: skip
+
+
+def quantised_times(o: Operands) -> dict:
+    s = o.sizes
+    rows, cols = s.o_lora * s.o_groups, s.heads * s.head_dim // s.o_groups
+    plan = layout.dense_plan(rows, cols, s.o_groups)
+    copies = 20
+    weights = o.dense("fp8", rows, cols, plan, copies)
+    x = o.halves(8, cols * s.o_groups)
+
+    def time(run: Callable[[layout.Tiled], object]) -> float:
+        return round(timed_us(Timed("", 0, lambda i: run(weights[i]), copies), False), 2)
+
+    return {
+        "wo_a": time(lambda w: gemv.gemv(x, w, blocks=s.o_groups)),
+        "wo_a, quantise": time(lambda w: gemv.quantize_rows(gemv.gemv(x, w, blocks=s.o_groups))),
+        "quantised": time(lambda w: gemv_quant.gemv_quantized(x, w, blocks=s.o_groups)),
+    }
+
+
+# ---- the step ------------------------------------------------------------------------------
+
+
+STAGES = ("latents", "quantise", "route", "attend", "boundary")
+
+
+def use(stages: tuple[str, ...], *, pdl: bool = False) -> None:
+    """These stages and no others from now on."""
+    v41_step.fused.clear()
+    v41_step.fused.update(stages)
+    attend.enable("attend" in stages)
+    boundary.enable("boundary" in stages)
+    runtime.use_programmatic_launch(pdl)
+
+
+class Step:
+    """Layers and head of the published shape with some stages fused."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from step_published import Published
+
+        self.p = Published(args)
+        self.reference: torch.Tensor | None = None
+        self.best: tuple[float, tuple[str, ...], bool] = (1e9, (), False)
+
+    def variant(self, stages: tuple[str, ...], pdl: bool) -> dict:
+        from deepdraft.proof.bench_step import time_graph
+
+        bench = self.p.bench
+        use(stages, pdl=pdl)
+        bench.rng = np.random.default_rng(5)
+        bench.set_rows(6, 22)
+        captured = bench.capture()
+        captured.graph.replay()
+        torch.cuda.synchronize()
+        logits = captured.logits[:6].clone()
+        if self.reference is None:
+            self.reference = logits
+        timed = time_graph(captured.graph.replay, replays=10)
+        if timed.median < self.best[0]:
+            self.best = timed.median, stages, pdl
+        gap = (logits - self.reference).double().norm() / self.reference.double().norm()
+        return {
+            "ms": round(timed.median, 4), "best": round(timed.best, 4),
+            "same_bits": bool(torch.equal(logits, self.reference)), "relative": float(gap),
+        }  # fmt: skip
+
+    def ends(self, results: Results) -> None:
+        """The whole step with the fastest form so far."""
+        use(self.best[1], pdl=self.best[2])
+        results.data["best"] = {"stages": self.best[1], "pdl": self.best[2]}
+        for rows, experts in ((6, 22), (1, 6)):
+            run = partial(self.p.whole, rows, experts)
+            results.stage(f"whole rows {rows} experts {experts}", run)
+        results.stage("rows", self.p.rows_equal)
+        results.stage("profile", lambda: self.p.profile(6, 22), needs=10)
+
+
+def step(args: argparse.Namespace, results: Results) -> None:
+    made: list[Step] = []
+    results.stage("load", lambda: made.append(Step(args)) or made[0].p.loaded())
+    if not made:
+        return
+    s = made[0]
+    results.stage("compile", s.p.compile)
+    alone = [(name,) for name in STAGES] if args.each else []
+    for stages in ((), *alone, STAGES):
+        name = " ".join(stages) or "none"
+        results.stage(f"layers {name}", partial(s.variant, stages, False), needs=10)
+    results.stage("layers all pdl", partial(s.variant, STAGES, True), needs=25)
+    s.ends(results)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=200)
+    parser.add_argument("--parts", default="check,small,step")
+    parser.add_argument("--each", action="store_true", help="every fused stage alone, too")
+    parser.add_argument("--layers", type=int, default=40)
+    parser.add_argument("--pool", type=int, default=96)
+    parser.add_argument("--context", type=int, default=32768)
+    args = parser.parse_args()
+    results = Results(args.json, args.seconds)
+    results.data["native"] = os.environ.get("DEEPDRAFT_NATIVE")
+    parts = args.parts.split(",")
+    if "check" in parts:
+        for name in TESTS:
+            results.stage(f"check {name}", partial(check, name))
+    if "small" in parts:
+        o = Operands("cuda", PUBLISHED)
+        for run in (attention_times, boundary_times, route_times, latent_times, quantised_times):
+            results.stage(run.__name__, partial(run, o))
+        del o
+        torch.cuda.empty_cache()
+    if "step" in parts:
+        step(args, results)
+    results.save()
+
+
+if __name__ == "__main__":
+    main()
