@@ -12,7 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepdraft.kernels.gemv import gemv
+from deepdraft.kernels.layout import Tiled
 from deepdraft.kernels.moe import ExpertList
+from deepdraft.kernels.native import route as native
 from deepdraft.kernels.runtime import ROW_TILE, check, launch, next_power, wait_for_inputs
 
 ROUTE_WARPS = 4
@@ -178,3 +181,26 @@ def route_listed(
         num_warps=ROUTE_WARPS,
     )  # fmt: skip
     return picks, weights, ExpertList(listed, slots)
+
+
+def route_rows(
+    v: Tensor, gate: Tiled, bias: Tensor, positions: Tensor, *, k: int, scale: float,
+    temperature: float, forced: Tensor | None = None,
+) -> tuple[Tensor, Tensor, ExpertList]:  # fmt: skip
+    """`route_listed` from the router's input v bfloat16 [R, D] and the router [E, D]."""
+    if native.enabled() and native.fits(gate, k):
+        check(v, gate.values, bias, positions, *(() if forced is None else (forced,)))
+        rows, width = v.shape
+        if rows % ROW_TILE or width != gate.cols or v.dtype != torch.bfloat16:
+            raise ValueError(f"{v.shape} {v.dtype} are no 8 n rows of the router's {gate.cols}")
+        if bias.shape != (gate.rows,) or not 0 < k <= gate.rows:
+            raise ValueError(f"{k} picks and {bias.shape=} do not fit {gate.rows} experts")
+        picks, weights, listed, slots = native.route(
+            v, gate, bias, positions, forced, k=k, scale=scale, temperature=temperature
+        )
+        return picks, weights, ExpertList(listed, slots)
+    logits = gemv(v, gate, dtype=torch.float32)
+    return route_listed(
+        logits, bias, positions, gate.arrivals, k=k, scale=scale, temperature=temperature,
+        forced=forced,
+    )  # fmt: skip

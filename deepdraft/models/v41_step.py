@@ -209,13 +209,13 @@ def run_experts(
         with lanes.aside("side"):
             shared = moe.swiglu_rows(gemv.gemv(v_quant, w.shared13), limit=limit)
             shared_out = gemv.gemv(shared, w.shared2)
-    logits = gemv.gemv(v, w.gate, dtype=torch.float32)
     if "route" in fused:
-        _, weights, listed = routing.route_listed(
-            logits, w.bias, positions, w.gate.arrivals, k=w.picks,
-            scale=args.routed_scaling_factor, temperature=args.gate_temp, forced=forced,
+        _, weights, listed = routing.route_rows(
+            v, w.gate, w.bias, positions, k=w.picks, scale=args.routed_scaling_factor,
+            temperature=args.gate_temp, forced=forced,
         )  # fmt: skip
     else:
+        logits = gemv.gemv(v, w.gate, dtype=torch.float32)
         picks, weights = routing.route(
             logits, w.bias, positions, k=w.picks, scale=args.routed_scaling_factor,
             temperature=args.gate_temp,

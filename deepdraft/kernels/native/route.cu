@@ -1,0 +1,211 @@
+// Router of a decode step, sm_90: logits of 8 rows, each row's picks, the list of distinct experts.
+//
+// A block has OWN experts and all columns; its WARPS warps share the columns and are added in order.
+// The block that arrives last chooses: a warp a row, then the list (kernels.routing.route_listed).
+// Weights do not wait for the kernel before: they are in registers when the rows come.
+//
+// Built once for each set of macros (deepdraft/kernels/native/build.py):
+//   E  experts   K  picks of a row, at most 8   OWN  experts of a block, at most 8
+//   SHARED_BYTES of dynamic shared memory
+//
+// Letters: R rows, D hidden, G = D / 32, L = 8 K places of a row tile's list.
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned char u8;
+
+constexpr int WARPS = 16, THREADS = 32 * WARPS, T = 8, L = T * K;
+constexpr int BATCH = 10;                       // groups of 32 columns that a warp reads at once
+constexpr int EACH = (E + 31) / 32;             // experts of a lane
+
+struct Params {
+    const u16* v;          // bf16 [R, D]
+    const u16* w;          // bf16 [E / tile, G, tile, 32]
+    const float* bias;     // [E]
+    const int* live;       // [R], below 0: the row does not count
+    const int* forced;     // [R, K] or null: picks of the list
+    int* picks;            // [R, K]
+    float* weights;        // [R, K]
+    int* experts;          // [R / 8, L]
+    int* slots;            // [R / 8, L, 8]
+    float* logits;         // [R, E]
+    int* arrive;           // [R / 8], zero between launches
+    int groups, tile;
+    float temperature, scale;
+};
+
+// ---- machine instructions (tests/kernels/emulated has their counterparts) ------------------
+
+#ifndef EMULATED
+__device__ __forceinline__ void dependency_wait() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+__device__ __forceinline__ void launch_dependents() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, bool) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+        "{%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+extern __shared__ __align__(128) u8 raw[];
+#endif
+
+// ---- choice --------------------------------------------------------------------------------
+
+// sqrt(softplus(x)); kernels.routing.softplus says how.
+__device__ __forceinline__ float score_of(float x) {
+    float e = __expf(-fabsf(x)), s = __fdiv_rn(e, 2.f + e), q = s * s;
+    float series = 1.f / 15 + q * (1.f / 17);
+    series = 1.f / 11 + q * (1.f / 13 + q * series);
+    series = 1.f / 7 + q * (1.f / 9 + q * series);
+    series = 1.f + q * (1.f / 3 + q * (1.f / 5 + q * series));
+    return __fsqrt_rn(fmaxf(x, 0.f) + 2.f * s * series);
+}
+
+// One row by one warp. `picked`: where its picks for the list go.
+__device__ __forceinline__ void choose(const Params& p, int row, int* picked) {
+    const int lane = threadIdx.x % 32;
+    const float lowest = -__uint_as_float(0x7F800000u);
+    float scores[EACH], ranked[EACH], chosen = 0.f, total = 0.f;
+    int pick = -1;   // of lane k the k-th one, and its score
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        int e = lane + 32 * i;
+        scores[i] = 0.f, ranked[i] = lowest;
+        if (e < E) {
+            scores[i] = score_of(__fdiv_rn(__ldcg(p.logits + (long long)row * E + e), p.temperature));
+            ranked[i] = scores[i] + p.bias[e];
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        float best = ranked[0];
+        int at = lane;
+#pragma unroll
+        for (int i = 1; i < EACH; i++)
+            if (ranked[i] > best) best = ranked[i], at = lane + 32 * i;
+#pragma unroll
+        for (int by = 16; by > 0; by /= 2) {
+            float other = __shfl_xor_sync(~0u, best, by);
+            int there = __shfl_xor_sync(~0u, at, by);
+            // Equal scores go to the lower expert.
+            if (other > best || (other == best && there < at)) best = other, at = there;
+        }
+        at = __shfl_sync(~0u, min(at, E - 1), 0);  // NaN: lanes may not agree, nor point inside
+        float score = 0.f;
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            if (i == at / 32) {
+                score = scores[i];
+                if (lane == at % 32) ranked[i] = lowest;
+            }
+        score = __shfl_sync(~0u, score, at % 32);
+        total += score;
+        if (lane == k) pick = at, chosen = score;
+    }
+    if (lane < K) {
+        bool live = p.live[row] >= 0;
+        if (!live) pick = -1;
+        p.picks[row * K + lane] = pick;
+        p.weights[row * K + lane] = live ? __fdiv_rn(chosen, total + 1e-20f) * p.scale : 0.f;
+        picked[lane] = p.forced ? p.forced[row * K + lane] : pick;
+    }
+}
+
+// The distinct experts of L picks in the order of their first pick.
+__device__ __forceinline__ void list(const Params& p, const int* picked, int* slots, int* first, int row_tile) {
+    const int i = threadIdx.x;
+    for (int at = i; at < L * T; at += THREADS) slots[at] = -1;
+    int pick = i < L ? picked[i] : -1, place = i;
+    if (pick >= 0)
+        for (int j = i - 1; j >= 0; j--)
+            if (picked[j] == pick) place = j;
+    if (i < L) first[i] = pick >= 0 && place == i;
+    __syncthreads();
+    int rank = 0, count = 0;
+    if (i < L)
+        for (int j = 0; j < L; j++) {
+            count += first[j];
+            rank += j < place ? first[j] : 0;
+        }
+    if (pick >= 0) slots[rank * T + i / K] = i % K;
+    if (pick >= 0 && place == i) p.experts[row_tile * L + rank] = pick;
+    if (i < L && i >= count) p.experts[row_tile * L + i] = -1;
+    __syncthreads();
+    for (int at = i; at < L * T; at += THREADS) p.slots[row_tile * L * T + at] = slots[at];
+}
+
+// ---- kernel --------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(THREADS) route_kernel(const __grid_constant__ Params p) {
+    float* sums = (float*)raw;                       // [WARPS, OWN, T]
+    int* picked = (int*)(sums + WARPS * OWN * T);    // [T, K]
+    int* first = picked + L;                         // [L]
+    int* slots = first + L;                          // [L, T]
+    int* last = slots + L * T;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int row_tile = blockIdx.y, expert = blockIdx.x * OWN + g;
+    const bool mine = g < OWN && expert < E;
+    const u16* w = p.w + ((long long)(expert / p.tile) * p.groups * p.tile + expert % p.tile) * 32 + 8 * t;
+    const u16* v = p.v + (long long)(row_tile * T + g) * p.groups * 32 + 8 * t;
+    float sum[4] = {};
+    for (int begin = warp; begin < p.groups; begin += WARPS * BATCH) {
+        uint4 a[BATCH], b[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            int group = begin + i * WARPS;
+            a[i] = make_uint4(0, 0, 0, 0);
+            if (mine && group < p.groups) a[i] = *(const uint4*)(w + (long long)group * p.tile * 32);
+        }
+        if (begin == warp) {
+            dependency_wait();
+            launch_dependents();
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            int group = begin + i * WARPS;
+            b[i] = make_uint4(0, 0, 0, 0);
+            if (group < p.groups) b[i] = *(const uint4*)(v + group * 32);
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            // Columns in the same other order on both sides.
+            const u32 low[4] = {a[i].x, 0, a[i].y, 0}, high[4] = {a[i].z, 0, a[i].w, 0};
+            multiply(sum, low, b[i].x, b[i].y, true);
+            multiply(sum, high, b[i].z, b[i].w, true);
+        }
+    }
+    if (warp >= p.groups) {   // a warp without columns passes here for the first time
+        dependency_wait();
+        launch_dependents();
+    }
+    if (g < OWN) {
+        sums[(warp * OWN + g) * T + 2 * t] = sum[0];
+        sums[(warp * OWN + g) * T + 2 * t + 1] = sum[1];
+    }
+    __syncthreads();
+    if (threadIdx.x < OWN * T) {
+        float all = 0.f;
+#pragma unroll
+        for (int i = 0; i < WARPS; i++) all += sums[i * OWN * T + threadIdx.x];
+        int e = blockIdx.x * OWN + threadIdx.x / T, row = row_tile * T + threadIdx.x % T;
+        if (e < E) {
+            __stcg(p.logits + (long long)row * E + e, all);
+            __threadfence();
+        }
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        *last = atomicAdd(p.arrive + row_tile, 1) == (int)gridDim.x - 1;
+        __threadfence();
+    }
+    __syncthreads();
+    if (!*last) return;
+    if (threadIdx.x == 0) p.arrive[row_tile] = 0;
+    if (warp < T) choose(p, row_tile * T + warp, picked + warp * K);
+    __syncthreads();
+    list(p, picked, slots, first, row_tile);
+}
