@@ -81,11 +81,11 @@ __device__ __forceinline__ void choose(const Params& p, int row, int* picked) {
     }
 #pragma unroll
     for (int k = 0; k < K; k++) {
-        float best = ranked[0];
+        float best = ranked[0], own = scores[0];
         int at = lane;
 #pragma unroll
         for (int i = 1; i < EACH; i++)
-            if (ranked[i] > best) best = ranked[i], at = lane + 32 * i;
+            if (ranked[i] > best) best = ranked[i], own = scores[i], at = lane + 32 * i;
 #pragma unroll
         for (int by = 16; by > 0; by /= 2) {
             float other = __shfl_xor_sync(~0u, best, by);
@@ -94,14 +94,10 @@ __device__ __forceinline__ void choose(const Params& p, int row, int* picked) {
             if (other > best || (other == best && there < at)) best = other, at = there;
         }
         at = __shfl_sync(~0u, min(at, E - 1), 0);  // NaN: lanes may not agree, nor point inside
-        float score = 0.f;
 #pragma unroll
         for (int i = 0; i < EACH; i++)
-            if (i == at / 32) {
-                score = scores[i];
-                if (lane == at % 32) ranked[i] = lowest;
-            }
-        score = __shfl_sync(~0u, score, at % 32);
+            if (at == lane + 32 * i) ranked[i] = lowest;
+        float score = __shfl_sync(~0u, own, at % 32);   // the best of all is its lane's best
         total += score;
         if (lane == k) pick = at, chosen = score;
     }
