@@ -36,6 +36,7 @@ from deepdraft.kernels.native.fragments import Streamed, StreamPlan  # noqa: E40
 
 PLANS = ROOT / "deepdraft" / "kernels" / "native" / "plans.py"
 Key = tuple[str, int, int]
+FIELDS = ("groups", "step", "across", "down", "split", "fold")
 
 
 def divisors(n: int) -> list[int]:
@@ -50,6 +51,8 @@ def variants(kind: str, cols: int, blocks: int = 1, rows: int = 0) -> Iterator[S
         for step in divisors(plan.groups):
             if step <= 5:
                 yield replace(plan, step=step)
+                if kind == "fp4":
+                    yield replace(plan, step=step, fold=1)
 
 
 def product(x, w, blocks: int, i: int) -> object:
@@ -90,7 +93,7 @@ class Tuner:
             "name": name, "key": key, "plan": str(plan),
             "us": plain, "programmatic_us": programmatic,
             "share": round(timed.bytes / 4.3e6 / least, 3), "MB": round(timed.bytes / 1e6, 2),
-            "fields": [getattr(plan, f, 0) for f in ("groups", "step", "across", "down", "split")],
+            "fields": [getattr(plan, f, 0) for f in FIELDS],
         }  # fmt: skip
 
     def dense(self, part: int) -> Iterator[dict]:
@@ -261,7 +264,7 @@ def freeze(tuned: Path) -> None:
         f'    ("{kind}", {rows}, {cols}): {plan},\n'
         for (kind, rows, cols), plan in sorted(best_of(tuned).items())
     )
-    kinds = "dict[tuple[str, int, int], tuple[int, int, int, int, int]]"
+    kinds = "dict[tuple[str, int, int], tuple[int, int, int, int, int, int]]"
     PLANS.write_text(f"{head}MEASURED: {kinds} = {{\n{rows}}}\n{tail}")
 
 

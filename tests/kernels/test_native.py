@@ -1,6 +1,8 @@
 """CUDA C++ products against float64 and against other rows: the kernel itself on a GPU, its source
 compiled for the CPU elsewhere (tests/kernels/emulated)."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -122,11 +124,11 @@ def expert_weights(shape):
     ]
 
 
-def streamed_experts(parts):
+def streamed_experts(parts, fold):
     w1, w3, w2 = parts
     width, hidden = w1[0].shape[1], w2[0].shape[1]
-    up = fragments.expert_stream_plan(2 * width, hidden)
-    down = fragments.expert_stream_plan(hidden, width)
+    up = dataclasses.replace(fragments.expert_stream_plan(2 * width, hidden), fold=fold)
+    down = dataclasses.replace(fragments.expert_stream_plan(hidden, width), fold=fold)
     return fragments.stream_gate_up(w1, w3, up), fragments.stream_mxfp4(*w2, down)
 
 
@@ -149,15 +151,16 @@ def run_experts(x, picks, weights, w13, w2):
     return h.view(picks.shape[0], picks.shape[1], -1)[:count].clone(), y[:count].clone()
 
 
+@pytest.mark.parametrize("fold", [0, 1])
 @pytest.mark.parametrize("shape", EXPERTS)
 @needs_machine
 @on_cpu
-def test_experts(shape):
+def test_experts(shape, fold):
     experts, k, hidden, _ = shape
     parts = expert_weights(shape)
     x = rows_of(6, hidden, seed=1)
     picks, weights = routing(6, experts, k)
-    h, y = run_experts(x, picks, weights, *streamed_experts(parts))
+    h, y = run_experts(x, picks, weights, *streamed_experts(parts, fold))
     exact = gemm.quantize_rows(x).dequantize(torch.float64)
     for row in range(6):  # float64 weights of one row's picks at a time
         own = picks[row : row + 1]
@@ -176,12 +179,13 @@ def test_experts(shape):
         assert float((y[row].double() - want[0]).abs().max()) < 0.02 * float(want.abs().max())
 
 
+@pytest.mark.parametrize("fold", [0, 1])
 @pytest.mark.parametrize("shape", EXPERTS)
 @needs_machine
 @on_cpu
-def test_expert_rows_are_alone(shape):
+def test_expert_rows_are_alone(shape, fold):
     experts, k, hidden, _ = shape
-    weights_of = streamed_experts(expert_weights(shape))
+    weights_of = streamed_experts(expert_weights(shape), fold)
     x = rows_of(16, hidden, seed=2)
     picks, weights = routing(16, experts, k)
     full = run_experts(x, picks, weights, *weights_of)

@@ -30,13 +30,15 @@ _RING_GROUPS = {"fp8": 6, "fp4": 10}
 @dataclass(frozen=True, slots=True)
 class StreamPlan:
     """`groups` of 32 columns in a warp's unit, copied `step` at a time; `across` warps by columns
-    and `down` by units of rows; `split` parts of the columns among blocks."""
+    and `down` by units of rows; `split` parts of the columns among blocks; `fold`
+    1 (experts): scales of rows are folded into their values before the sums."""
 
     groups: int
     step: int
     across: int
     down: int
     split: int = 1
+    fold: int = 0
 
     @property
     def warps(self) -> int:

@@ -14,6 +14,7 @@
 //   KIND   1 dense FP8 x FP8, 2 dense FP8 x bf16, 3 experts up, 4 experts down
 //   NG     groups of 32 columns of a warp's unit     ST     groups copied and waited for together
 //   WK WM  warps by columns and by rows              SPLIT  parts of the columns among blocks
+//   FOLD   experts: scales of rows go into the rows' halves, relative to the largest of a warp's
 //   OUT    dense: 0 bf16, 1 float32, 2 bf16 values quantised to FP8 in groups of 32
 //   SHARED_BYTES  of dynamic shared memory
 //
@@ -34,8 +35,9 @@ constexpr int UNIT_BYTES = NG * CODE_BYTES;
 constexpr int SCALE_BYTES = FP4 ? NG * 32 : 0;
 constexpr int RING_BYTES = 2 * UNIT_BYTES + 3 * SCALE_BYTES;
 constexpr int STEPS = NG / ST;
-constexpr int X_WORDS = BF16_ROWS ? 4 : 2;          // of a group's row values in one thread
+constexpr int X_WORDS = BF16_ROWS || FOLD ? 4 : 2;          // of a group's row values in one thread
 static_assert(NG % ST == 0, "a step holds whole groups");
+static_assert(FP4 || !FOLD, "dense products apply scales to sums");
 
 struct Params {
     const u8* w;             // codes in fragment order (layout of fragments.py)
@@ -115,6 +117,11 @@ __device__ __forceinline__ u32 halves_of_e4m3(u16 two) {
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(v) : "h"(two));
     return v;
 }
+__device__ __forceinline__ u32 scaled_halves(u32 pair, float by) {
+    u32 v;
+    asm("{ .reg .b32 f; cvt.rn.f16x2.f32 f, %2, %2; mul.rn.f16x2 %0, %1, f; }" : "=r"(v) : "r"(pair), "f"(by));
+    return v;
+}
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     u32 v;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
@@ -163,8 +170,28 @@ template <int I> __device__ __forceinline__ float scale_of(u32 w) {
 
 struct Rows {
     u32 x[NG][X_WORDS];
-    float s[BF16_ROWS ? 1 : NG][2];
+    float s[BF16_ROWS || FOLD ? 1 : NG][2];
 };
+
+#if FOLD
+// Codes of row g and their scales -> halves relative to the largest scale. What is more than 2**15
+// below it loses bits that no float32 sum beside a row's large values would keep.
+__device__ __forceinline__ void fold(Rows& r, const u32 (&codes)[NG][2], const float (&scale)[NG], int t) {
+    float most = scale[0];
+#pragma unroll
+    for (int i = 1; i < NG; i++) most = fmaxf(most, scale[i]);
+    const float inverse = inverse_of(__float_as_uint(most));
+#pragma unroll
+    for (int i = 0; i < NG; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const u16 two = j & 1 ? high16(codes[i][j / 2]) : low16(codes[i][j / 2]);
+            r.x[i][j] = scaled_halves(halves_of_e4m3(two), scale[i] * inverse);
+        }
+    r.s[0][0] = __shfl_sync(~0u, most, 8 * t) * 16384.f;
+    r.s[0][1] = __shfl_sync(~0u, most, 8 * t + 4) * 16384.f;
+}
+#endif
 
 // Thread (g, t) of a warp holds columns 8 t .. 8 t + 7 of each group of row g, and the scales of
 // rows 2 t and 2 t + 1.
@@ -180,6 +207,17 @@ __device__ __forceinline__ void load_rows(Rows& r, const Params& p, int row_tile
         return;
     }
     const uint2* from = (const uint2*)((const u8*)p.x + row * p.x_width + first * 32 + 8 * t);
+#if FOLD
+    u32 codes[NG][2];
+    float scale[NG];
+#pragma unroll
+    for (int i = 0; i < NG; i++) {
+        uint2 v = from[i * 4];
+        codes[i][0] = v.x, codes[i][1] = v.y;
+        scale[i] = p.xs[(u64)(first + i) * p.rows + row];
+    }
+    fold(r, codes, scale, t);
+#else
     const float2* scales = (const float2*)(p.xs + (u64)first * p.rows + row_tile * 8 + 2 * t);
 #pragma unroll
     for (int i = 0; i < NG; i++) {
@@ -189,6 +227,7 @@ __device__ __forceinline__ void load_rows(Rows& r, const Params& p, int row_tile
         r.s[BF16_ROWS ? 0 : i][0] = s.x * (FP4 ? 16384.f : 1.f);
         r.s[BF16_ROWS ? 0 : i][1] = s.y * (FP4 ? 16384.f : 1.f);
     }
+#endif
 }
 
 // The down product's rows: bf16 activations of a pick, quantised here in groups of 32 (the
@@ -197,6 +236,10 @@ __device__ __forceinline__ void quantise_rows(Rows& r, const Params& p, int row_
     int slot = p.slots[(row_tile * p.places + place) * 8 + g];
     u64 pick = (u64)(row_tile * 8 + g) * p.picks + max(slot, 0);
     const uint4* from = (const uint4*)((const u16*)p.x + pick * p.x_width + first * 32 + 8 * t);
+#if FOLD
+    u32 codes[NG][2];
+    float scale_of_group[NG];
+#endif
 #pragma unroll
     for (int i = 0; i < NG; i++) {
         uint4 v = make_uint4(0, 0, 0, 0);
@@ -214,26 +257,40 @@ __device__ __forceinline__ void quantise_rows(Rows& r, const Params& p, int row_
         const u32 bits = scale_bits(most);
         const float inverse = inverse_of(bits);
 #pragma unroll
-        for (int j = 0; j < 2; j++)
-            r.x[i][j] = e4m3_codes(f[4 * j] * inverse, f[4 * j + 1] * inverse, f[4 * j + 2] * inverse, f[4 * j + 3] * inverse);
+        for (int j = 0; j < 2; j++) {
+            const u32 own = e4m3_codes(f[4 * j] * inverse, f[4 * j + 1] * inverse, f[4 * j + 2] * inverse, f[4 * j + 3] * inverse);
+#if FOLD
+            codes[i][j] = own;
+#else
+            r.x[i][j] = own;
+#endif
+        }
+#if FOLD
+        scale_of_group[i] = __uint_as_float(bits);
+    }
+    fold(r, codes, scale_of_group, t);
+#else
         float scale = __uint_as_float(bits) * 16384.f;
         r.s[BF16_ROWS ? 0 : i][0] = __shfl_sync(~0u, scale, 8 * t);
         r.s[BF16_ROWS ? 0 : i][1] = __shfl_sync(~0u, scale, 8 * t + 4);
     }
+#endif
 }
 
 // ---- one group -----------------------------------------------------------------------------
 
 __device__ __forceinline__ void add_scaled(float (&acc)[4], const float (&c)[4], float top, float bottom, float s0, float s1) {
-    acc[0] += c[0] * (top * s0);
-    acc[1] += c[1] * (top * s1);
-    acc[2] += c[2] * (bottom * s0);
-    acc[3] += c[3] * (bottom * s1);
+    acc[0] += c[0] * (FOLD ? top : top * s0);
+    acc[1] += c[1] * (FOLD ? top : top * s1);
+    acc[2] += c[2] * (FOLD ? bottom : bottom * s0);
+    acc[3] += c[3] * (FOLD ? bottom : bottom * s1);
 }
 
 __device__ __forceinline__ void multiply_fp4(float (&acc)[2][4], uint4 q, u32 scales, const u32 (&x)[X_WORDS], float s0, float s1) {
-    u32 b0 = halves_of_e4m3(low16(x[0])), b1 = halves_of_e4m3(high16(x[0]));
-    u32 b2 = halves_of_e4m3(low16(x[1])), b3 = halves_of_e4m3(high16(x[1]));
+    const u32 b0 = FOLD ? x[0] : halves_of_e4m3(low16(x[0]));
+    const u32 b1 = FOLD ? x[1] : halves_of_e4m3(high16(x[0]));
+    const u32 b2 = FOLD ? x[2 % X_WORDS] : halves_of_e4m3(low16(x[1]));
+    const u32 b3 = FOLD ? x[3 % X_WORDS] : halves_of_e4m3(high16(x[1]));
     u32 a[4];
     float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};
     unpack_e2m1(q.x, a);
@@ -521,12 +578,12 @@ stream_kernel(const __grid_constant__ Params p) {
                 uint4 q = load_shared16(at);
                 if (FP4) {
                     u32 scales = load_shared4(scales_now + i * 32 + g * 4);
-                    multiply_fp4(acc, q, scales, rows.x[i], rows.s[BF16_ROWS ? 0 : i][0], rows.s[BF16_ROWS ? 0 : i][1]);
+                    multiply_fp4(acc, q, scales, rows.x[i], rows.s[BF16_ROWS || FOLD ? 0 : i][0], rows.s[BF16_ROWS || FOLD ? 0 : i][1]);
                 } else {
                     uint4 second = load_shared16(at + 512);
                     float scale = __uint_as_float(__shfl_sync(~0u, byte_now, i) << 23);
-                    float s0 = BF16_ROWS ? 1.f : rows.s[BF16_ROWS ? 0 : i][0];
-                    float s1 = BF16_ROWS ? 1.f : rows.s[BF16_ROWS ? 0 : i][1];
+                    float s0 = BF16_ROWS ? 1.f : rows.s[BF16_ROWS || FOLD ? 0 : i][0];
+                    float s1 = BF16_ROWS ? 1.f : rows.s[BF16_ROWS || FOLD ? 0 : i][1];
                     multiply_fp8(acc[0], q, scale, rows.x[i], s0, s1);
                     multiply_fp8(acc[1], second, scale, rows.x[i], s0, s1);
                 }
@@ -539,6 +596,10 @@ stream_kernel(const __grid_constant__ Params p) {
         }
         const u32 freed = scales_now;
         scales_now = scales_next, scales_next = scales_later, scales_later = freed;
+        if (FOLD) {
+#pragma unroll
+            for (int i = 0; i < 8; i++) acc[i / 4][i % 4] *= rows.s[0][i & 1];
+        }
         byte_now = byte_next;
         if (more) byte_next = scale_byte(later);
         if (WK > 1) {

@@ -97,7 +97,8 @@ def macros(kind: int, plan: StreamPlan, output: int) -> dict[str, int]:
     """Macros of one variant of stream.cu."""
     return {
         "KIND": kind, "NG": plan.groups, "ST": plan.step, "WK": plan.across, "WM": plan.down,
-        "SPLIT": plan.split, "OUT": output, "SHARED_BYTES": shared_bytes(kind, plan),
+        "SPLIT": plan.split, "FOLD": plan.fold, "OUT": output,
+        "SHARED_BYTES": shared_bytes(kind, plan),
     }  # fmt: skip
 
 

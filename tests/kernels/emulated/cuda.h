@@ -177,6 +177,9 @@ inline float e4m3_value(u8 v) {
 inline u32 halves_of_e4m3(u16 two) {
     return half_bits(e4m3_value(two & 255)) | (u32)half_bits(e4m3_value(two >> 8)) << 16;
 }
+inline u32 scaled_halves(u32 pair, float by) {
+    return half_bits(half_value(pair) * by) | (u32)half_bits(half_value(pair >> 16) * by) << 16;
+}
 inline u16 bf16_bits(float v) {
     u32 b = __float_as_uint(v);
     if (std::isnan(v)) return 0x7FFF;
