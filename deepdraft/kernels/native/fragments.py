@@ -65,7 +65,7 @@ def stream_plans(kind: str, groups: int) -> Iterator[StreamPlan]:
 def dense_stream_plan(rows: int, cols: int) -> StreamPlan | None:
     """Plan of a dense FP8 matrix: the one whose blocks have the most even work."""
     if (found := MEASURED.get(("dense", rows, cols))) is not None:
-        return StreamPlan(*found)
+        return StreamPlan(*found) if found else None
 
     def cost(plan: StreamPlan) -> float:
         tasks = plan.split * -(-rows // UNIT // plan.down)
@@ -80,7 +80,7 @@ def dense_stream_plan(rows: int, cols: int) -> StreamPlan | None:
 def expert_stream_plan(rows: int, cols: int) -> StreamPlan | None:
     """Plan of one expert's MXFP4 matrix: as many warps by columns as can be."""
     if (found := MEASURED.get(("expert", rows, cols))) is not None:
-        return StreamPlan(*found)
+        return StreamPlan(*found) if found else None
     return next(stream_plans("fp4", cols // GROUP), None)
 
 
