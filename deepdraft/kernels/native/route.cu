@@ -147,6 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) route_kernel(const __grid_
     const u16* w = p.w + ((long long)(expert / p.tile) * p.groups * p.tile + expert % p.tile) * 32 + 8 * t;
     const u16* v = p.v + (long long)(row_tile * T + g) * p.groups * 32 + 8 * t;
     float sum[4] = {};
+    launch_dependents();   // what follows may start to wait
     for (int begin = warp; begin < p.groups; begin += WARPS * BATCH) {
         uint4 a[BATCH], b[BATCH];
 #pragma unroll
@@ -155,10 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) route_kernel(const __grid_
             a[i] = make_uint4(0, 0, 0, 0);
             if (mine && group < p.groups) a[i] = *(const uint4*)(w + (long long)group * p.tile * 32);
         }
-        if (begin == warp) {
-            dependency_wait();
-            launch_dependents();
-        }
+        if (begin == warp) dependency_wait();
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
             int group = begin + i * WARPS;
@@ -173,10 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) route_kernel(const __grid_
             multiply(sum, high, b[i].z, b[i].w, true);
         }
     }
-    if (warp >= p.groups) {   // a warp without columns passes here for the first time
-        dependency_wait();
-        launch_dependents();
-    }
+    if (warp >= p.groups) dependency_wait();   // a warp without columns
     if (g < OWN) {
         sums[(warp * OWN + g) * T + 2 * t] = sum[0];
         sums[(warp * OWN + g) * T + 2 * t + 1] = sum[1];
