@@ -39,12 +39,12 @@ from deepdraft.kernels import (  # noqa: E402
     routing,
     runtime,
 )
-from deepdraft.kernels.native import attend, boundary  # noqa: E402
+from deepdraft.kernels.native import attend, boundary, plans, route, stream  # noqa: E402
 from deepdraft.models import v41_step  # noqa: E402
 
 TESTS = (
-    "test_fused", "test_native_attend", "test_native_boundary", "test_attention", "test_mhc",
-    "test_cache", "test_step_ends", "test_index",
+    "test_fused", "test_native_attend", "test_native_boundary", "test_native_route",
+    "test_attention", "test_mhc", "test_cache", "test_step_ends",
 )  # fmt: skip
 PLANS = ((16, 64, 4, 3), (16, 128, 4, 2), (64, 128, 4, 2), (64, 128, 8, 2), (64, 256, 8, 1),
          (16, 256, 8, 1), (32, 128, 8, 2))  # fmt: skip
@@ -120,6 +120,27 @@ def route_times(o: Operands) -> dict:
         run = partial(routing.route_listed, logits, bias, live, counters, **settings)
         out[f"route_listed {warps} warps"] = us("route_listed", run)
     routing.ROUTE_WARPS = 4
+    copies = 200
+    plan = layout.dense_plan(s.experts, s.hidden)
+    gates = o.dense("bf16", s.experts, s.hidden, plan, copies)
+    v = o.halves(8, s.hidden)
+
+    def time(run: Callable[[layout.Tiled], object]) -> float:
+        return round(timed_us(Timed("", 0, lambda i: run(gates[i]), copies), False), 2)
+
+    out["router"] = time(lambda w: gemv.gemv(v, w, dtype=torch.float32))
+    rows = partial(routing.route_rows, v)
+    out["router, route_listed"] = time(lambda w: rows(w, bias, live, **settings))
+    route.enable(True)
+    try:
+        for own in (2, 3, 4, 8):
+            route.OWN = own
+            route._kernel.cache_clear()
+            out[f"native {own} experts a block"] = time(lambda w: rows(w, bias, live, **settings))
+    finally:
+        route.enable(False)
+        route.OWN = 3
+        route._kernel.cache_clear()
     return out
 
 
@@ -162,7 +183,9 @@ def quantised_times(o: Operands) -> dict:
 # ---- the step ------------------------------------------------------------------------------
 
 
-STAGES = ("latents", "quantise", "route", "attend", "boundary")
+TRITON = ("latents", "quantise", "route")
+NATIVE = ("router", "attend", "boundary")
+STAGES = TRITON + NATIVE
 
 
 def use(stages: tuple[str, ...], *, pdl: bool = False) -> None:
@@ -171,6 +194,7 @@ def use(stages: tuple[str, ...], *, pdl: bool = False) -> None:
     v41_step.fused.update(stages)
     attend.enable("attend" in stages)
     boundary.enable("boundary" in stages)
+    route.enable("router" in stages)
     runtime.use_programmatic_launch(pdl)
 
 
@@ -182,13 +206,14 @@ class Step:
 
         self.p = Published(args)
         self.reference: torch.Tensor | None = None
-        self.best: tuple[float, tuple[str, ...], bool] = (1e9, (), False)
+        self.best: tuple[float, tuple[str, ...], bool, bool] = (1e9, (), False, True)
 
-    def variant(self, stages: tuple[str, ...], pdl: bool) -> dict:
+    def variant(self, stages: tuple[str, ...], pdl: bool, lanes: bool = True) -> dict:
         from deepdraft.proof.bench_step import time_graph
 
         bench = self.p.bench
         use(stages, pdl=pdl)
+        bench.step.lanes = v41_step.Lanes(bench.weights.device, on=lanes)
         bench.rng = np.random.default_rng(5)
         bench.set_rows(6, 22)
         captured = bench.capture()
@@ -199,7 +224,7 @@ class Step:
             self.reference = logits
         timed = time_graph(captured.graph.replay, replays=10)
         if timed.median < self.best[0]:
-            self.best = timed.median, stages, pdl
+            self.best = timed.median, stages, pdl, lanes
         gap = (logits - self.reference).double().norm() / self.reference.double().norm()
         return {
             "ms": round(timed.median, 4), "best": round(timed.best, 4),
@@ -208,8 +233,11 @@ class Step:
 
     def ends(self, results: Results) -> None:
         """The whole step with the fastest form so far."""
-        use(self.best[1], pdl=self.best[2])
-        results.data["best"] = {"stages": self.best[1], "pdl": self.best[2]}
+        _, stages, pdl, lanes = self.best
+        use(stages, pdl=pdl)
+        device = self.p.bench.weights.device
+        self.p.bench.step.lanes = v41_step.Lanes(device, on=lanes)
+        results.data["best"] = {"stages": stages, "pdl": pdl, "lanes": lanes}
         for rows, experts in ((6, 22), (1, 6)):
             run = partial(self.p.whole, rows, experts)
             results.stage(f"whole rows {rows} experts {experts}", run)
@@ -224,11 +252,14 @@ def step(args: argparse.Namespace, results: Results) -> None:
         return
     s = made[0]
     results.stage("compile", s.p.compile)
-    alone = [(name,) for name in STAGES] if args.each else []
+    alone = [("latents",), ("quantise",), ("route",), ("route", "router"), ("attend",)]
+    alone = [*alone, ("boundary",), TRITON] if args.each else []
     for stages in ((), *alone, STAGES):
         name = " ".join(stages) or "none"
         results.stage(f"layers {name}", partial(s.variant, stages, False), needs=10)
-    results.stage("layers all pdl", partial(s.variant, STAGES, True), needs=25)
+    results.stage("layers all pdl", partial(s.variant, STAGES, True), needs=20)
+    results.stage("layers all pdl no lanes", partial(s.variant, STAGES, True, False), needs=10)
+    results.stage("layers none pdl", partial(s.variant, (), True), needs=20)
     s.ends(results)
 
 
@@ -241,9 +272,17 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=40)
     parser.add_argument("--pool", type=int, default=96)
     parser.add_argument("--context", type=int, default=32768)
+    parser.add_argument("--native", default="none", help="streamed weights: none, experts, all")
+    parser.add_argument("--plans", type=Path, help="their plans, as native_gpu.py tuned them")
     args = parser.parse_args()
+    os.environ[stream.SETTING] = args.native
+    if args.plans is not None and args.plans.exists():
+        from native_gpu import best_of
+
+        plans.MEASURED.clear()
+        plans.MEASURED.update(best_of(args.plans))
     results = Results(args.json, args.seconds)
-    results.data["native"] = os.environ.get("DEEPDRAFT_NATIVE")
+    results.data["native"] = args.native
     parts = args.parts.split(",")
     if "check" in parts:
         for name in TESTS:
