@@ -44,12 +44,12 @@ class Attention:
         q = turned[:, :h].mul(self.scale)
         out = [
             self._attend(q[span.start : span.end], rows.past("kv", self.layer, span), bias)
-            for span, bias in zip(rows.spans, rows.causal, strict=True)
+            for span, bias in zip(rows.spans, rows.causal(h // k), strict=True)
         ]
         return torch.mm(out[0] if len(out) == 1 else torch.cat(out), self.w_o)
 
     def _attend(self, q: Tensor, past: Tensor, bias: Tensor) -> Tensor:
-        """q [R, H, C], past [N, 2 K C], bias [R, N] -> [R, H C]."""
+        """q [R, H, C], past [N, 2 K C], bias [R G, N] -> [R, H C]."""
         r, k, c = q.shape[0], self.kv_heads, self.width
         keys, values = past.view(-1, 2, k, c).unbind(1)
         grouped = q.view(r, k, -1, c).transpose(0, 1).reshape(k, -1, c)  # rows of a head: R * G
@@ -58,7 +58,7 @@ class Attention:
             grouped,
             keys.permute(1, 2, 0).contiguous(),
             values.transpose(0, 1),
-            bias if group == 1 else bias.repeat_interleave(group, 0),
+            bias,
         )
         return o.view(k, r, group, c).transpose(0, 1).reshape(r, -1)
 

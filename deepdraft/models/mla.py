@@ -105,14 +105,14 @@ class LatentAttention:
     def attend_all(self, q: Tensor, rows: StepRows) -> Tensor:
         """Latent queries [R, H, C + P] to all tokens so far -> [R, H, C]."""
         out = []
-        for span, bias in zip(rows.spans, rows.causal, strict=True):
+        for span, bias in zip(rows.spans, rows.causal(self.heads), strict=True):
             past = rows.past("latent", self.layer, span)
             q_span = q[span.start : span.end].reshape(1, -1, q.shape[-1])
             o = blocked_attention(
                 q_span,
                 past.t().contiguous().unsqueeze(0),
                 past[:, : self.rank].unsqueeze(0),
-                bias.repeat_interleave(self.heads, 0),
+                bias,
             )
             out.append(o.view(-1, self.heads, self.rank))
         return out[0] if len(out) == 1 else torch.cat(out)

@@ -287,7 +287,7 @@ class StepRows:
         self.position = self.tensor(self.positions)
         self.token_ids = self.tensor(np.asarray(ids, dtype=np.int64))
         self._write: dict[str, Tensor] = {}
-        self._causal: list[Tensor] | None = None
+        self._causal: dict[int, list[Tensor]] = {}
 
     def tensor(self, array: np.ndarray) -> Tensor:
         """A host array on the pool's device."""
@@ -308,14 +308,14 @@ class StepRows:
         count = max(whole_blocks(span.last // kind.ratio), whole_blocks(1))
         return self.pool.rows[name][layer, base : base + count]
 
-    @property
-    def causal(self) -> list[Tensor]:
-        """Per span, 0 where a row may look and -inf elsewhere: [rows, N]."""
-        if self._causal is None:
-            self._causal = []
+    def causal(self, times: int) -> list[Tensor]:
+        """Per span, 0 where a row may look and -inf elsewhere, every row `times` times:
+        [rows * times, N]."""
+        if times not in self._causal:
+            self._causal[times] = []
             for span in self.spans:
                 keys = np.arange(whole_blocks(span.last))
-                seen = keys <= self.positions[span.start : span.end, None]
-                bias = self.tensor(np.where(seen, 0.0, -np.inf))
-                self._causal.append(bias.to(self.pool.dtype))
-        return self._causal
+                positions = self.positions[span.start : span.end].repeat(times)
+                bias = np.where(keys <= positions[:, None], 0.0, -np.inf)
+                self._causal[times].append(self.tensor(bias).to(self.pool.dtype))
+        return self._causal[times]

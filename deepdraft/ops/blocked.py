@@ -42,8 +42,10 @@ def blocked_attention(q: Tensor, keys_t: Tensor, values: Tensor, bias: Tensor) -
     parts = parts.view(b, blocks, m, -1)
     if blocks > 1:
         share = (top - top.amax(2, keepdim=True)).exp_().transpose(1, 2)
-        parts, total = _tree_sum(parts * share), _tree_sum(total * share)
-    out = parts[:, 0].div_(total[:, 0])
+        both = _tree_sum(torch.cat([parts, total], -1).mul_(share))[:, 0]
+        out = both[..., :-1] / both[..., -1:]
+    else:
+        out = parts[:, 0].div_(total[:, 0])
     return out[:, :1] if single else out
 
 
