@@ -21,6 +21,7 @@ const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])(?:[ \t]+|$)/;
 const DELIMITERS = /^ {0,3}\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
 const SPECIAL = /[\\`*_~[<]|!\[|https?:\/\//g;
+const MAY_BEGIN = /[\\`*_~[<!h\udc00-\udfff]/; // a construct, or the second half of a character
 const PUNCTUATION = /[!-/:-@[-`{-~]/;
 const WORD = /[\p{L}\p{N}]/u;
 
@@ -161,7 +162,8 @@ class Inline {
       at += b - a + 1;
     }
     this.s = segments.map(([a, b]) => track.text.slice(a, b)).join("\n");
-    this.failed = Infinity; // the first mark whose other end may still come
+    this.failed = Infinity; // the first mark that may still become something else
+    this.spans = []; // [begin, end) of what stands outermost
     this.links = [-1, -1]; // a place, and where "](" is next from there on
   }
 
@@ -195,9 +197,16 @@ class Inline {
       }
       put(i);
       if (parent) span.draw(parent);
+      else this.spans.push([i, span.next]);
+      if (this.grows(span, end)) this.failed = Math.min(this.failed, i);
       i = from = span.next;
     }
     put(end);
+  }
+
+  // Whether more text could change a construct: more marks at its end, more of an address.
+  grows({ next, bare, loose }, end) {
+    return loose || (bare ? !/[\s<>"'`)\]]/.test(this.s.slice(next, end)) : next >= end);
   }
 
   run(i, end) {
@@ -249,11 +258,14 @@ class Inline {
     if (i + n >= end || /\s/.test(next)) return null;
     if (c === "_" && i > 0 && WORD.test(s[i - 1])) return null;
     const most = Math.min(end, i + WINDOW);
+    let loose = false; // code that begins inside may yet cover the end
     for (let j = i + n + 1; j + n <= most; j++) {
       if (s[j] === "\\") { j++; continue; }
       if (s[j] === "`") {
         const code = this.code(j, most);
-        if (code) { j = code.next - 1; continue; }
+        loose ||= end < i + WINDOW && (!code || code.next >= end);
+        j = code ? code.next - 1 : j + this.run(j, most) - 1;
+        continue;
       }
       if (s[j] !== c) continue;
       const m = this.run(j, end);
@@ -267,7 +279,7 @@ class Inline {
           this.parse(node, i + n, at, depth + 1);
           parent.append(outer);
         };
-        return { next: at + n, draw };
+        return { next: at + n, draw, loose };
       }
       j += m - 1;
     }
@@ -327,7 +339,24 @@ class Inline {
       this.text(node, i + from, i + from + found[1].length);
       parent.append(node);
     };
-    return { next: i + found[0].length, draw };
+    return { next: i + found[0].length, draw, bare: mark !== "<" };
+  }
+
+  // The last place up to `most` where the text can be parted without changing what either part
+  // means, or 0: in no construct, and behind a space or before what begins none.
+  seam(most) {
+    let k = this.spans.length - 1;
+    const half = /h(?:t(?:t(?:ps?(?::\/?)?)?)?)?$/.exec(this.s.slice(-8)); // of an address
+    const whole = this.s.length - (half ? half[0].length : 0);
+    for (let i = Math.min(most, whole); i > 0; i--) {
+      while (k >= 0 && this.spans[k][0] >= i) k--;
+      if (k >= 0 && this.spans[k][1] > i) {
+        i = this.spans[k][0] + 1;
+        continue;
+      }
+      if (/\s/.test(this.s[i - 1]) || !MAY_BEGIN.test(this.s[i] ?? "*")) return i;
+    }
+    return 0;
   }
 }
 
@@ -431,8 +460,7 @@ export class MarkdownView {
       if (!short && !this.track.text.slice(a, b).includes("|")) break;
       sure = inline.starts[k];
     }
-    const most = Math.min(sure, inline.failed);
-    return inline.s.lastIndexOf(" ", most - 1) + 1;
+    return inline.seam(Math.min(sure, inline.failed));
   }
 
   sourceAt(inline, index) {

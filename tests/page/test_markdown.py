@@ -146,3 +146,37 @@ def test_long_hostile_marks(draw: Any) -> None:
         source = "a " + mark * (8000 // len(mark))
         drawn = draw(source, list(range(0, len(source), 1600)), True)
         assert len(drawn) > 1000, mark
+
+
+def test_a_long_paragraph_is_parted_where_nothing_is_torn(draw: Any) -> None:
+    """It is appended to; what is drawn for good must mean the same with all that comes later."""
+    for mark in ("*em 9*", "`code 9`", "[link 9](https://e.example/)", "**bold word 9**", "_a `b_"):
+        source = "w " * 250 + mark + " tail` of it"
+        for length in range(1, len(mark) + 1):
+            assert draw(source, [500 + length], length % 2 == 1) == draw(source), (mark, length)
+    # Texts without a space are parted, too.
+    for part in ("東京は日本の首都です。*強調*と`コード`。", "x", "l\n", "🙂", "ahttps", "a*b*"):
+        source = part * (900 // len(part))
+        assert draw(source, list(range(397, len(source), 7)), True) == draw(source), part
+    rng = random.Random(2)
+    parts = (
+        "word |*em ph*|**b c d**|`co de`|[li nk](https://e.example/)|https://e.example/a. |東京は"
+    )
+    pieces = [
+        *parts.split("|"),
+        "_x y_",
+        "\n",
+        "h",
+        "\\*",
+        "🙂",
+        "*",
+        "_",
+        "`",
+        "[",
+        "a|b ",
+        "مرحبا ",
+    ]
+    for _ in range(25):
+        source = "".join(rng.choice(pieces) for _ in range(200))
+        cuts = sorted(rng.sample(range(400, max(len(source), 460)), rng.choice([1, 2, 5, 40])))
+        assert draw(source, cuts, rng.random() < 0.5) == draw(source), (source, cuts)
