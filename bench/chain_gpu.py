@@ -32,6 +32,7 @@ from deepdraft.kernels import (  # noqa: E402
     cache,
     gemv,
     gemv_quant,
+    index,
     latents,
     layout,
     mhc,
@@ -39,12 +40,12 @@ from deepdraft.kernels import (  # noqa: E402
     routing,
     runtime,
 )
-from deepdraft.kernels.native import attend, boundary, plans, route, stream  # noqa: E402
+from deepdraft.kernels.native import attend, boundary, plans, route, select, stream  # noqa: E402
 from deepdraft.models import v41_step  # noqa: E402
 
 TESTS = (
     "test_fused", "test_native_attend", "test_native_boundary", "test_native_route",
-    "test_attention", "test_mhc", "test_cache", "test_step_ends",
+    "test_native_select", "test_attention", "test_mhc", "test_cache", "test_step_ends",
 )  # fmt: skip
 PLANS = ((16, 64, 4, 3), (16, 128, 4, 2), (64, 128, 4, 2), (64, 128, 8, 2), (64, 256, 8, 1),
          (16, 256, 8, 1), (32, 128, 8, 2))  # fmt: skip
@@ -144,6 +145,20 @@ def route_times(o: Operands) -> dict:
     return out
 
 
+def select_times(o: Operands) -> dict:
+    out: dict[str, float] = {}
+    for places in (16384, 36864, 102400):
+        scores, reach = o.floats(8, places), o.ints([places] * 6 + [0] * 2)
+        run = partial(index.select_top, scores, reach, reach, o.sizes.topk, skip=o.sizes.topk)
+        out[f"{places}"] = us("select", run)
+        select.enable(True)
+        try:
+            out[f"{places} native"] = us("select", run)
+        finally:
+            select.enable(False)
+    return out
+
+
 def latent_times(o: Operands) -> dict:
     s = o.sizes
     x = o.halves(8, s.q_lora + s.head_dim)
@@ -184,7 +199,7 @@ def quantised_times(o: Operands) -> dict:
 
 
 TRITON = ("latents", "quantise", "route")
-NATIVE = ("router", "attend", "boundary")
+NATIVE = ("router", "attend", "boundary", "select")
 STAGES = TRITON + NATIVE
 
 
@@ -195,6 +210,7 @@ def use(stages: tuple[str, ...], *, pdl: bool = False) -> None:
     attend.enable("attend" in stages)
     boundary.enable("boundary" in stages)
     route.enable("router" in stages)
+    select.enable("select" in stages)
     runtime.use_programmatic_launch(pdl)
 
 
@@ -253,7 +269,7 @@ def step(args: argparse.Namespace, results: Results) -> None:
     s = made[0]
     results.stage("compile", s.p.compile)
     alone = [("latents",), ("quantise",), ("route",), ("route", "router"), ("attend",)]
-    alone = [*alone, ("boundary",), TRITON] if args.each else []
+    alone = [*alone, ("boundary",), ("select",), TRITON] if args.each else []
     for stages in ((), *alone, STAGES):
         name = " ".join(stages) or "none"
         results.stage(f"layers {name}", partial(s.variant, stages, False), needs=10)
@@ -289,7 +305,8 @@ def main() -> None:
             results.stage(f"check {name}", partial(check, name))
     if "small" in parts:
         o = Operands("cuda", PUBLISHED)
-        for run in (attention_times, boundary_times, route_times, latent_times, quantised_times):
+        timed = attention_times, boundary_times, route_times, select_times, latent_times
+        for run in (*timed, quantised_times):
             results.stage(run.__name__, partial(run, o))
         del o
         torch.cuda.empty_cache()

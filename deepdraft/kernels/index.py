@@ -19,6 +19,7 @@ from torch import Tensor
 from deepdraft.kernels.attention import scaled_bf16, spread, unpack_pairs
 from deepdraft.kernels.cache import record_bytes, turn_pairs
 from deepdraft.kernels.gemv import dot_bf16
+from deepdraft.kernels.native import select as native
 from deepdraft.kernels.rounding import (
     E2M1_CARRY,
     INDEX_FLOOR,
@@ -449,6 +450,13 @@ def _select(
     entries = torch.empty(rows, k, dtype=torch.int32, device=device)
     address = torch.empty_like(entries)
     taken = torch.empty(rows, dtype=torch.int32, device=device)
+    if native.enabled() and capacity <= native.MOST:
+        native.select(
+            scores, reach, length, reach if base is None else base, entries, address, taken,
+            skip=skip, mul=mul, div=div,
+            blocks=None if blocks is None else (blocks.numbers, blocks.size),
+        )  # fmt: skip
+        return Selected(entries, address, taken)
     tile = max(tile, 2 * next_power(k))
     sizes, first, places = (k, skip, mul, div), True, entries
     while capacity > tile:

@@ -1,0 +1,71 @@
+"""Launches of `select.cu`: the K best scores of a row.
+
+Contract and reference: as of `kernels.index.select_top` and `candidate_blocks`, which call this
+file where it can run; the results are the same.
+
+
+Owns: parameters. Knows nothing of: compiling (build).
+"""
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from deepdraft.kernels.native import build
+from deepdraft.kernels.runtime import programmatic_launch
+
+THREADS = 1024
+MOST = 1 << 17
+"""Scores of a row that one block selects from."""
+MACROS = {"SHARED_BYTES": 4 * (2 * THREADS + 32 + 64)}
+_enabled = False
+
+
+class _Params(ctypes.Structure):
+    """`Params` of select.cu."""
+
+    _fields_ = (
+        *((n, ctypes.c_void_p) for n in ("scores", "reach", "length", "blocks", "base")),
+        *((n, ctypes.c_void_p) for n in ("entries", "address", "counts")),
+        *((n, ctypes.c_int) for n in ("capacity", "picks", "skip", "mul", "div", "keep", "block")),
+    )
+
+
+def enable(on: bool) -> None:
+    """Whether `index` takes this kernel from now on."""
+    global _enabled
+    _enabled = on
+
+
+def enabled() -> bool:
+    """Whether `index` is to take this kernel."""
+    return _enabled
+
+
+@functools.cache
+def _kernel(device: torch.device) -> build.Kernel:
+    code = build.cubin("select.cu", MACROS, "sm_90a")
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # the context exists
+        shared = MACROS["SHARED_BYTES"]
+        return build.Kernel(code, "select_kernel", threads=THREADS, shared=shared)
+
+
+def select(
+    scores: Tensor, reach: Tensor, length: Tensor, base: Tensor, entries: Tensor, address: Tensor,
+    counts: Tensor, *, skip: int, mul: int, div: int, blocks: tuple[Tensor, int] | None,
+) -> None:  # fmt: skip
+    """Fills entries and address int32 [R, K] and counts int32 [R]. Tensors as `index` has checked
+    them; blocks: numbers int32 [R, keep] and entries of a block."""
+    rows, capacity = scores.shape
+    params = _Params(
+        scores=scores.data_ptr(), reach=reach.data_ptr(), length=length.data_ptr(),
+        blocks=0 if blocks is None else blocks[0].data_ptr(), base=base.data_ptr(),
+        entries=entries.data_ptr(), address=address.data_ptr(), counts=counts.data_ptr(),
+        capacity=capacity, picks=entries.shape[1], skip=skip, mul=mul, div=div,
+        keep=0 if blocks is None else blocks[0].shape[1], block=1 if blocks is None else blocks[1],
+    )  # fmt: skip
+    kernel = _kernel(scores.device)
+    kernel.launch((1, rows), params, programmatic=programmatic_launch())
