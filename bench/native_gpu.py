@@ -36,7 +36,7 @@ from deepdraft.kernels.native.fragments import Streamed, StreamPlan  # noqa: E40
 
 PLANS = ROOT / "deepdraft" / "kernels" / "native" / "plans.py"
 Key = tuple[str, int, int]
-FIELDS = ("groups", "step", "across", "down", "split", "fold")
+FIELDS = ("groups", "step", "across", "down", "split", "depth", "fold")
 
 
 def divisors(n: int) -> list[int]:
@@ -48,11 +48,15 @@ def variants(kind: str, cols: int, blocks: int = 1, rows: int = 0) -> Iterator[S
     for plan in fragments.stream_plans(kind, cols // 32):
         if blocks > 1 and rows // blocks // 32 % plan.down:
             continue
+        if kind == "fp8":
+            yield plan
+            yield replace(plan, depth=plan.depth // 2)
+            continue
         for step in divisors(plan.groups):
-            if step <= 5:
-                yield replace(plan, step=step)
-                if kind == "fp4":
-                    yield replace(plan, step=step, fold=1)
+            if step <= 3:
+                own = replace(plan, step=step, depth=2 * plan.groups // step)
+                yield own
+                yield replace(own, fold=1)
 
 
 def product(x, w, blocks: int, i: int) -> object:

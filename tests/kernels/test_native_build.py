@@ -108,7 +108,9 @@ def has_nvrtc():
 def test_the_source_compiles(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for kind in (stream.FP8_ROWS, stream.BF16_ROWS, stream.UP, stream.DOWN):
-        code = build.cubin("stream.cu", stream.macros(kind, StreamPlan(2, 2, 8, 2), 0), "sm_90a")
+        code = build.cubin(
+            "stream.cu", stream.macros(kind, StreamPlan(2, 2, 8, 2, 1, 2), 0), "sm_90a"
+        )
         assert code[:4] == b"\x7fELF"
     with pytest.raises(build.BuildError, match="NG"):
         build.cubin("stream.cu", {"KIND": 1}, "sm_90a")

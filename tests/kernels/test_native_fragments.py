@@ -9,7 +9,7 @@ from deepdraft.kernels.native import fragments
 from deepdraft.kernels.native.fragments import StreamPlan
 from deepdraft.quant import formats
 
-PLAN = StreamPlan(1, 1, 1, 16)
+PLAN = StreamPlan(1, 1, 1, 16, 1, 2)
 ROWS, HIDDEN, EXPERTS = 64, 96, 2
 
 

@@ -23,21 +23,25 @@ from deepdraft.kernels.native.plans import MEASURED
 UNIT = 32
 _MULTIPROCESSORS = 132
 """Of an H200: one block of 16 warps each, or two of 8, whose launches overlap."""
-_RING_GROUPS = {"fp8": 6, "fp4": 10}
-"""The most groups of a warp's unit for which the rings of 16 warps fit into shared memory."""
+_UNIT_GROUPS = 10
+"""The most groups of a warp's unit: its rows are in registers."""
+_RING_GROUPS = 12
+"""FP8 groups in each warp's ring for which 16 of them fit into shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamPlan:
     """`groups` of 32 columns in a warp's unit, copied `step` at a time; `across` warps by columns
-    and `down` by units of rows; `split` parts of the columns among blocks; `fold`
+    and `down` by units of rows; `split` parts of the columns among blocks;
+    `depth` steps in a warp's ring; `fold`
     1 (experts): scales of rows are folded into their values before the sums."""
 
     groups: int
     step: int
     across: int
     down: int
-    split: int = 1
+    split: int
+    depth: int
     fold: int = 0
 
     @property
@@ -56,10 +60,11 @@ def stream_plans(kind: str, groups: int) -> Iterator[StreamPlan]:
     splits = range(1, 9 if kind == "fp8" else 2)
     for warps, across, split in itertools.product((16, 8), (16, 8, 4, 2, 1), splits):
         each, left = divmod(groups, across * split)
-        if across > warps or left or not 0 < each <= _RING_GROUPS[kind]:
+        if across > warps or left or not 0 < each <= _UNIT_GROUPS:
             continue
-        step = next(s for s in (3, 2, 5, 7, 1) if each % s == 0)
-        yield StreamPlan(each, step, across, warps // across, split)
+        step = next(s for s in (3, 2, 4, 5, 7, 1) if each % s == 0)
+        depth = 2 * each // step if kind == "fp4" else _RING_GROUPS // step
+        yield StreamPlan(each, step, across, warps // across, split, depth)
 
 
 def dense_stream_plan(rows: int, cols: int) -> StreamPlan | None:

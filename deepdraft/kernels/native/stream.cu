@@ -2,7 +2,7 @@
 //
 // One block a multiprocessor (two of up to 8 warps) stays for the whole launch. Its WK * WM warps share the work by
 // columns (WK) and by blocks of 32 output rows (WM); each streams its own weights through a ring of
-// its own in shared memory, two units deep, filled by cp.async: no warp waits for another. Sums of
+// its own in shared memory, filled by cp.async: no warp waits for another. Sums of
 // the WK warps are added in order by one more warp while the others go on with the next unit.
 // A thread copies exactly the bytes it multiplies later, so a ring needs no barrier.
 //
@@ -14,6 +14,7 @@
 //   KIND   1 dense FP8 x FP8, 2 dense FP8 x bf16, 3 experts up, 4 experts down
 //   NG     groups of 32 columns of a warp's unit     ST     groups copied and waited for together
 //   WK WM  warps by columns and by rows              SPLIT  parts of the columns among blocks
+//   DEPTH  steps that a ring holds (experts: those of two units)
 //   FOLD   experts: scales of rows go into the rows' halves, relative to the largest of a warp's
 //   OUT    dense: 0 bf16, 1 float32, 2 bf16 values quantised to FP8 in groups of 32
 //   SHARED_BYTES  of dynamic shared memory
@@ -31,12 +32,13 @@ constexpr bool UP = KIND == 3;
 constexpr bool DOWN = KIND == 4;
 constexpr int WARPS = WK * WM;
 constexpr int CODE_BYTES = FP4 ? 512 : 1024;        // of a group of a warp's unit
-constexpr int UNIT_BYTES = NG * CODE_BYTES;
 constexpr int SCALE_BYTES = FP4 ? NG * 32 : 0;
-constexpr int RING_BYTES = 2 * UNIT_BYTES + 3 * SCALE_BYTES;
 constexpr int STEPS = NG / ST;
+constexpr int STEP_BYTES = ST * CODE_BYTES;
+constexpr int RING_BYTES = DEPTH * STEP_BYTES + 3 * SCALE_BYTES;
 constexpr int X_WORDS = BF16_ROWS || FOLD ? 4 : 2;          // of a group's row values in one thread
 static_assert(NG % ST == 0, "a step holds whole groups");
+static_assert(!FP4 || DEPTH == 2 * STEPS, "there is room for the scales of two units ahead");
 static_assert(FP4 || !FOLD, "dense products apply scales to sums");
 
 struct Params {
@@ -508,7 +510,7 @@ stream_kernel(const __grid_constant__ Params p) {
 
     const int wk = warp % WK, wm = warp / WK, g = lane >> 2, t = lane & 3;
     const u32 ring = shared_address(sh.ring[warp]), mine = ring + lane * 16;
-    const u32 scale_ring = ring + 2 * UNIT_BYTES;
+    const u32 scale_ring = ring + DEPTH * STEP_BYTES;
     // Where the codes and scales of a task start; a set's last units may be missing.
     auto start = [&](int task) -> u64 {
         const Task k = task_of(p, task, sets);
@@ -516,13 +518,12 @@ stream_kernel(const __grid_constant__ Params p) {
         if (FP4) unit += (u64)sh.experts[k.place] * p.units;
         return unit * p.groups + (k.part * WK + wk) * NG;
     };
-    auto copy_step = [&](u64 from, int slot, int step) {
+    auto copy_step = [&](u64 from, u32 to, int step) {
 #pragma unroll
-        for (int i = step * ST; i < (step + 1) * ST; i++) {
-            const u8* codes = p.w + from * CODE_BYTES + i * CODE_BYTES + lane * 16;
-            const u32 to = mine + slot * UNIT_BYTES + i * CODE_BYTES;
-            copy16(to, codes);
-            if (!FP4) copy16(to + 512, codes + 512);
+        for (int i = 0; i < ST; i++) {
+            const u8* codes = p.w + (from + step * ST + i) * CODE_BYTES + lane * 16;
+            copy16(to + i * CODE_BYTES, codes);
+            if (!FP4) copy16(to + i * CODE_BYTES + 512, codes + 512);
         }
     };
     auto copy_scales = [&](u64 from, u32 to) {
@@ -532,23 +533,27 @@ stream_kernel(const __grid_constant__ Params p) {
     u32 scales_now = scale_ring, scales_next = scale_ring + SCALE_BYTES, scales_later = scales_next + SCALE_BYTES;
     // Dense: one byte a group; thread i keeps that of group i.
     auto scale_byte = [&](u64 from) -> u32 { return !FP4 && lane < NG ? p.ws[from + lane] : 0; };
-    u32 byte_now = 0, byte_next = 0;
+    u32 byte_now = first_task < end_task ? scale_byte(start(first_task)) : 0, byte_next = 0;
+    // The next step to be copied: of task `ahead`, which starts at `from`.
+    int ahead = first_task;
+    u64 from = 0;
 #pragma unroll
-    for (int ahead = 0; ahead < 2; ahead++) {
-        const bool some = first_task + ahead < end_task;
-        const u64 from = some ? start(first_task + ahead) : 0;
-#pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-            if (some) copy_step(from, ahead, step);
-            if (some && step == 0) copy_scales(from, ahead ? scales_next : scales_now);
-            commit();
+    for (int d = 0; d < DEPTH; d++) {
+        if (d % STEPS == 0) {
+            ahead = first_task + d / STEPS;
+            if (ahead < end_task) from = start(ahead);
         }
-        if (some) (ahead ? byte_next : byte_now) = scale_byte(from);
+        if (ahead < end_task) {
+            copy_step(from, mine + d * STEP_BYTES, d % STEPS);
+            if (d % STEPS == 0) copy_scales(from, d ? scales_next : scales_now);
+        }
+        commit();
     }
     if (!UP) dependency_wait();
     if (FP4) launch_dependents();
 
     Rows rows;
+    u32 ring_at = 0;
     int held = -1;  // what the rows in registers belong to
     if (UP) load_rows(rows, p, row_tile, wk * NG, g, t);
     for (int task = first_task; task < end_task; task++) {
@@ -565,16 +570,15 @@ stream_kernel(const __grid_constant__ Params p) {
                 held = block * SPLIT + k.part;
             }
         }
-        const bool more = task + 2 < end_task;
-        const u64 later = more ? start(task + 2) : 0;
+        if (task + 1 < end_task) byte_next = scale_byte(start(task + 1));
         float acc[2][4] = {};
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
-            wait_copies<2 * STEPS - 1>();
+            wait_copies<DEPTH - 1>();
             if (FP4 && step == 0) __syncwarp();  // scales are other threads' copies
 #pragma unroll
             for (int i = step * ST; i < (step + 1) * ST; i++) {
-                const u32 at = mine + slot * UNIT_BYTES + i * CODE_BYTES;
+                const u32 at = mine + ring_at + (i - step * ST) * CODE_BYTES;
                 uint4 q = load_shared16(at);
                 if (FP4) {
                     u32 scales = load_shared4(scales_now + i * 32 + g * 4);
@@ -588,10 +592,14 @@ stream_kernel(const __grid_constant__ Params p) {
                     multiply_fp8(acc[1], second, scale, rows.x[i], s0, s1);
                 }
             }
-            if (more) {
-                copy_step(later, slot, step);
-                if (step == 0) copy_scales(later, scales_later);
+            // The step that comes DEPTH later takes the place of this one.
+            const int step_ahead = (step + DEPTH) % STEPS;
+            if (step_ahead == 0 && ++ahead < end_task) from = start(ahead);
+            if (ahead < end_task) {
+                copy_step(from, mine + ring_at, step_ahead);
+                if (step_ahead == 0) copy_scales(from, scales_later);
             }
+            ring_at = ring_at + STEP_BYTES == DEPTH * STEP_BYTES ? 0 : ring_at + STEP_BYTES;
             commit();
         }
         const u32 freed = scales_now;
@@ -601,7 +609,6 @@ stream_kernel(const __grid_constant__ Params p) {
             for (int i = 0; i < 8; i++) acc[i / 4][i % 4] *= rows.s[0][i & 1];
         }
         byte_now = byte_next;
-        if (more) byte_next = scale_byte(later);
         if (WK > 1) {
             if (turn >= 2) barrier_wait(shared_address(&sh.empty[slot]), (turn >> 1) + 1 & 1);
             sh.part[slot][warp][0][lane] = make_float4(acc[0][0], acc[0][1], acc[0][2], acc[0][3]);

@@ -86,7 +86,7 @@ def available(device: torch.device) -> bool:
         )
         return False
     try:
-        _kernel(device, FP8_ROWS, StreamPlan(1, 1, 8, 2), 0)
+        _kernel(device, FP8_ROWS, StreamPlan(1, 1, 8, 2, 1, 2), 0)
     except build.BuildError as error:
         logger.warning("CUDA C++ kernels cannot be built, Triton's are used: %s", error)
         return False
@@ -97,7 +97,7 @@ def macros(kind: int, plan: StreamPlan, output: int) -> dict[str, int]:
     """Macros of one variant of stream.cu."""
     return {
         "KIND": kind, "NG": plan.groups, "ST": plan.step, "WK": plan.across, "WM": plan.down,
-        "SPLIT": plan.split, "FOLD": plan.fold, "OUT": output,
+        "SPLIT": plan.split, "DEPTH": plan.depth, "FOLD": plan.fold, "OUT": output,
         "SHARED_BYTES": shared_bytes(kind, plan),
     }  # fmt: skip
 
@@ -105,7 +105,7 @@ def macros(kind: int, plan: StreamPlan, output: int) -> dict[str, int]:
 def shared_bytes(kind: int, plan: StreamPlan) -> int:
     """Dynamic shared memory of one block."""
     warps = plan.warps
-    ring = 2 * plan.groups * (512 if kind >= UP else 1024)
+    ring = plan.depth * plan.step * (512 if kind >= UP else 1024)
     scales = 3 * plan.groups * 32 if kind >= UP else 0
     sums = (2 * warps if plan.across > 1 else 1) * 1024
     return 304 + sums + warps * (ring + scales)
