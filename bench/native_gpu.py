@@ -172,7 +172,7 @@ def prebuild() -> dict:
         for _, kind, rows, cols, blocks in kt.dense_shapes(s, part):
             if kind != "bf16":
                 own = stream.FP8_ROWS if kind == "fp8" else stream.BF16_ROWS
-                wanted |= {(own, p, o) for p in variants("fp8", cols, blocks, rows) for o in (0, 2)}
+                wanted |= {(own, p, 0) for p in variants("fp8", cols, blocks, rows)}
         for kind, cols in ((stream.UP, s.hidden), (stream.DOWN, s.width // part)):
             wanted |= {(kind, p, 0) for p in variants("fp4", cols)}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
