@@ -159,6 +159,19 @@ def select_times(o: Operands) -> dict:
     return out
 
 
+def score_times(o: Operands) -> dict:
+    from kernel_timed import index_timed
+
+    out: dict[str, float] = {}
+    for places in (18432, 262144):
+        for rows in (8, 3, 2, 1):
+            index.SCORE_ROWS = rows
+            case = next(iter(index_timed(o, 6, places)))
+            out[f"{places}, {rows} rows a program"] = round(timed_us(case, False), 2)
+    index.SCORE_ROWS = 8
+    return out
+
+
 def latent_times(o: Operands) -> dict:
     s = o.sizes
     x = o.halves(8, s.q_lora + s.head_dim)
@@ -305,7 +318,14 @@ def main() -> None:
             results.stage(f"check {name}", partial(check, name))
     if "small" in parts:
         o = Operands("cuda", PUBLISHED)
-        timed = attention_times, boundary_times, route_times, select_times, latent_times
+        timed = (
+            attention_times,
+            boundary_times,
+            route_times,
+            select_times,
+            latent_times,
+            score_times,
+        )
         for run in (*timed, quantised_times):
             results.stage(run.__name__, partial(run, o))
         del o

@@ -31,9 +31,11 @@ from deepdraft.kernels.rounding import (
     to_bf16_rne,
     to_e2m1_rne,
 )
-from deepdraft.kernels.runtime import ROW_TILE, check, launch, next_power, wait_for_inputs
+from deepdraft.kernels.runtime import check, launch, next_power, wait_for_inputs
 
 _SCORE_TILE = 128
+SCORE_ROWS = 8
+"""Rows that one program scores one after another; those of a sequence share its keys."""
 SELECT_TILE = 8192
 """Scores that one program of a selection looks at."""
 
@@ -374,9 +376,9 @@ def index_scores(
     }  # fmt: skip
     if blocks is None:
         launch(
-            score_rows_kernel, (tiles, -(-rows // ROW_TILE)),
+            score_rows_kernel, (tiles, -(-rows // SCORE_ROWS)),
             queries, raw_weights, keys, base, reach, scores,
-            rows, keys.shape[0], heads, capacity, *weights, skip, T=ROW_TILE, **shape,
+            rows, keys.shape[0], heads, capacity, *weights, skip, T=SCORE_ROWS, **shape,
         )  # fmt: skip
     else:
         launch(
