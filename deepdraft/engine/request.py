@@ -30,8 +30,10 @@ def new_gate(*, greedy: bool = False) -> DraftGate:
     (docs/speculation.md): greedy text repeats itself, and a few bad steps say little; of sampled
     text one is enough to pause. A pause is never long."""
     if greedy:
-        return DraftGate(trial=3, first_pause=8, longest_pause=64, decay=0.9)
-    return DraftGate(trial=1, first_pause=16, longest_pause=64, decay=0.7)
+        return DraftGate(
+            prior_steps=2.0, prior_gain=1.1, first_pause=4, longest_pause=64, decay=0.95
+        )
+    return DraftGate(first_pause=8, longest_pause=64, decay=0.85, keep=0.5)
 
 
 @dataclass(slots=True)

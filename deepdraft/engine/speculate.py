@@ -13,6 +13,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from typing import Any, Protocol
 
 import numpy as np
@@ -109,6 +111,8 @@ class Block:
         """Drafts that it was to have, as known before any was made."""
         self.num_drafted = 0
         """Drafts before the schedule cut them."""
+        self.promised = 1.0
+        """Tokens that the confidences of the verified drafts promise, the certain one included."""
         self.error: BaseException | None = None
         """Why the request can have no further token."""
         self._walked = 0
@@ -437,8 +441,9 @@ class Speculator:
             )
         else:
             allocation = schedule.allocate(confidences, sizes=sizes, max_rows=most)
-        for block, num_drafts in zip(blocks, allocation.num_drafts, strict=True):
-            block.cut(num_drafts)
+        for block, own, num in zip(blocks, confidences, allocation.num_drafts, strict=True):
+            block.cut(num)
+            block.promised = sum(accumulate(own[:num], mul), 1.0)
 
     def _confidences(self, block: Block, *more: float) -> tuple[float, ...]:
         calibration = self.options.calibrations.get(block.request.rule) or Calibration()
@@ -534,8 +539,7 @@ class Speculator:
         """Takes the results of a step to the record and the gate of each request.
 
         `ms`: the whole step as measured. The gate reckons in the cost table's milliseconds, so that
-        a busy moment of the machine does not look like a bad draft, and in accepted drafts alone,
-        so that a drafter that is wrong about itself cannot keep it open.
+        a busy moment of the machine does not look like a bad draft.
         """
         for block, num_accepted in zip(blocks, accepted, strict=True):
             record = block.request.record
@@ -561,4 +565,6 @@ class Speculator:
                 extra = (step_ms - plain_ms) * len(block.token_ids) / max(1, verified)
                 own = plain_ms / len(blocks)
                 spent = own + extra + draft_ms / drafting
-                block.request.gate.record(1 + num_accepted, spent, own, phase)
+                block.request.gate.record(
+                    1 + num_accepted, spent, own, expected=block.promised, phase=phase
+                )

@@ -324,6 +324,7 @@ def replay(
     plain = table.step_ms(1)
     tokens = total = 0.0
     for seen in blocks:
+        expected = 1.0
         extra = len(seen.raw) * costs.sampled_draft if sampled else 0.0
         draft_ms = costs.draft.step_ms(1) + extra
         if fixed is not None:
@@ -333,13 +334,13 @@ def replay(
             count, draft_ms = 0, 0.0
         else:
             chosen = schedule.allocate([calibration.apply(seen.raw)], rate=1.0 / plain)
-            count = chosen.num_drafts[0]
+            count, expected = chosen.num_drafts[0], chosen.expected_tokens
         gained = 1 + min(count, seen.num_accepted)
         ms = draft_ms + table.step_ms(1 + count)
         tokens += gained
         total += ms
         if fixed is None and draft_ms:
-            gate.record(gained, ms, plain)
+            gate.record(gained, ms, plain, expected=expected)
     return tokens, total
 
 

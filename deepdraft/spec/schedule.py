@@ -292,28 +292,47 @@ class DraftGate:
     """Whether a request should draft at all, judged from its past steps.
 
     A drafter costs time before its confidences are known. The gate compares what drafted steps
-    yielded with plain ones over trials of `trial` steps. If drafting lost, it pauses for
-    `first_pause` steps, twice as long each time up to `longest_pause`, and tries again.
+    yielded with what plain ones would have in the same time, over sums that forget by `decay` a
+    step. They begin as if `prior_steps` plain steps had been drafted and yielded `prior_gain` of
+    their time. If drafting lost, the gate pauses for `first_pause` steps, twice as long each time
+    up to `longest_pause`, keeps the part `keep` of its sums and tries again.
+
+    What a step yields by chance says less than what its confidences promised, as long as they are
+    right: with `expected` the yield is the promise times the share of promises kept so far, which
+    begins as if `trust` tokens had been promised and kept.
     """
 
     def __init__(
         self,
         *,
-        trial: int = 4,
+        prior_steps: float = 0.0,
+        prior_gain: float = 1.0,
         first_pause: int = 16,
         longest_pause: int = 256,
         decay: float = 0.9,
+        keep: float = 0.0,
+        trust: float = 2.0,
     ) -> None:
-        if trial < 1 or not 1 <= first_pause <= longest_pause or not 0.0 < decay < 1.0:
+        if not (
+            prior_steps >= 0.0
+            and prior_gain > 0.0
+            and 1 <= first_pause <= longest_pause
+            and 0.0 < decay < 1.0
+            and 0.0 <= keep <= 1.0
+            and trust > 0.0
+        ):
             raise ConfigError(
-                "draft gate: trial >= 1, 1 <= first_pause <= longest_pause and 0 < decay < 1"
+                "draft gate: prior_steps >= 0, prior_gain > 0, 1 <= first_pause <= longest_pause, "
+                "0 < decay < 1, 0 <= keep <= 1 and trust > 0"
             )
-        self.trial, self.first_pause, self.longest_pause = trial, first_pause, longest_pause
-        self.decay = decay
+        self.prior_steps, self.prior_gain = prior_steps, prior_gain
+        self.first_pause, self.longest_pause = first_pause, longest_pause
+        self.decay, self.keep = decay, keep
         self._pause = first_pause
         self._resting = 0
-        self._seen = 0
-        self._tokens = self._ms = self._plain_ms = 0.0
+        self._promised = self._kept = trust
+        self._won = self._ms = 0.0
+        """What the drafted steps' tokens would have taken plainly, and what the steps took, ms."""
 
     def rest(self, num_steps: int) -> None:
         """Pauses now, for so many steps."""
@@ -327,22 +346,30 @@ class DraftGate:
         return True
 
     def record(
-        self, num_tokens: float, ms: float, plain_ms: float, phase: int | None = None
+        self,
+        num_tokens: float,
+        ms: float,
+        plain_ms: float,
+        *,
+        expected: float | None = None,
+        phase: int | None = None,
     ) -> None:
-        """A drafted step: its tokens (or what is expected of them), its whole time, and the time
-        that a plain step takes now.
+        """A drafted step: its tokens, its whole time, and the time that a plain step takes now.
 
-        `phase`: a count of steps that several gates share. A pause is then twice as long, and made
-        longer or shorter, by half at most, so that it ends where the count is a multiple of it.
+        `expected`: tokens that the confidences of the verified drafts promised, the certain one
+        included; None: the tokens themselves count. `phase`: a count of steps that several gates
+        share. A pause is then twice as long, and made longer or shorter, by half at most, so that
+        it ends where the count is a multiple of it.
         """
-        self._seen += 1
-        self._tokens = self.decay * self._tokens + num_tokens
+        tokens = num_tokens
+        if expected is not None:
+            self._promised += expected - 1.0
+            self._kept += num_tokens - 1.0
+            tokens = 1.0 + (expected - 1.0) * self._kept / self._promised
+        self._won = self.decay * self._won + tokens * plain_ms
         self._ms = self.decay * self._ms + ms
-        self._plain_ms = self.decay * self._plain_ms + plain_ms
-        if self._seen < self.trial:
-            return
-        # tokens / ms against 1 / plain step, both means over the same steps
-        if self._tokens * self._plain_ms >= self._ms * self._weight():
+        prior = self.prior_steps * plain_ms
+        if self._won + prior * self.prior_gain >= self._ms + prior:
             self._pause = self.first_pause
             return
         self._resting = self._pause
@@ -351,9 +378,5 @@ class DraftGate:
             late = phase % pause
             self._resting = 2 * pause - late if 2 * late > pause else pause - late
         self._pause = min(2 * self._pause, self.longest_pause)
-        self._seen = 0
-        self._tokens = self._ms = self._plain_ms = 0.0
-
-    def _weight(self) -> float:
-        """The decayed number of steps seen."""
-        return (1.0 - self.decay**self._seen) / (1.0 - self.decay)
+        self._won *= self.keep
+        self._ms *= self.keep

@@ -318,7 +318,8 @@ def rates(
             tokens, ms = tokens + gained, ms + step
             meter.add(1 + stood, step)
             if drafts:
-                gate.record(1 + stood, step, table.step_ms(1))
+                promised = 1 + survivals[:n].sum()
+                gate.record(1 + stood, step, table.step_ms(1), expected=promised)
     return tokens / ms, [a / b for a, b in fixed]
 
 
@@ -363,11 +364,11 @@ def test_meter_forgets() -> None:
 def test_gates_that_share_steps_try_again_together() -> None:
     """Whenever they began, their pauses end at multiples of the pause, none far from its length."""
     for begin in range(64):
-        gate = DraftGate(trial=1, first_pause=16, longest_pause=64)
+        gate = DraftGate(first_pause=16, longest_pause=64)
         step, ends = begin, []
         for pause in (16, 32, 64, 64):
             assert gate.wants_draft()
-            gate.record(1, 15.0, 10.0, step)
+            gate.record(1, 15.0, 10.0, phase=step)
             asked = 1
             while not gate.wants_draft():
                 asked += 1
@@ -380,7 +381,7 @@ def test_gates_that_share_steps_try_again_together() -> None:
 
 
 def test_gate_pauses_longer_each_time_and_recovers() -> None:
-    gate = DraftGate(trial=2, first_pause=3, longest_pause=5)
+    gate = DraftGate(first_pause=3, longest_pause=5)
 
     def steps_until_draft() -> int:
         n = 0
@@ -390,8 +391,7 @@ def test_gate_pauses_longer_each_time_and_recovers() -> None:
 
     pauses = []
     for _ in range(4):
-        for _ in range(2):
-            gate.record(1, 15.0, 10.0)
+        gate.record(1, 15.0, 10.0)
         pauses.append(steps_until_draft())
     assert pauses == [3, 5, 5, 5]
     for _ in range(20):
@@ -409,16 +409,73 @@ def test_gate_pauses_longer_each_time_and_recovers() -> None:
     assert steps_until_draft() == 2, "back at the first pause, one step of it already asked for"
 
 
-def test_gate_waits_for_a_trial() -> None:
-    gate = DraftGate(trial=4)
-    for _ in range(3):
-        gate.record(1, 20.0, 10.0)
+def poor_steps_until_pause(gate: DraftGate, expected: float | None) -> int:
+    steps = 0
+    while gate.wants_draft():
+        gate.record(1, 15.0, 10.0, expected=expected)
+        steps += 1
+        assert steps < 100
+    return steps
+
+
+def test_gate_gives_the_benefit_of_its_prior() -> None:
+    """Drafting that loses half its time is paid for out of two steps that won a tenth each."""
+    assert poor_steps_until_pause(DraftGate(), None) == 1
+    assert poor_steps_until_pause(DraftGate(prior_steps=8.0, prior_gain=1.2), None) == 4
+    # The prior is worth as many plain steps of now: its size in ms does not matter.
+    gate = DraftGate(prior_steps=8.0, prior_gain=1.2)
+    for _ in range(4):
         assert gate.wants_draft()
-    gate.record(1, 20.0, 10.0)
+        gate.record(1, 150.0, 100.0)
     assert not gate.wants_draft()
-    for bad in ({"trial": 0}, {"first_pause": 9, "longest_pause": 8}, {"decay": 0.0}):
-        with pytest.raises(ConfigError, match="draft gate"):
-            DraftGate(**bad)  # type: ignore[arg-type]
+
+
+def test_gate_believes_promises_as_far_as_they_were_kept() -> None:
+    # Bad luck with drafts that promised enough does not close it, nor luck with hopeless ones.
+    gate = DraftGate()
+    gate.record(1, 15.0, 10.0, expected=3.0)
+    assert gate.wants_draft()
+    gate = DraftGate()
+    gate.record(2, 15.0, 10.0, expected=1.1)
+    assert not gate.wants_draft()
+    # Promises that are never kept soon count for nothing, and sooner with less trust.
+    patience = [poor_steps_until_pause(DraftGate(trust=t), 6.0) for t in (0.5, 2.0, 10.0)]
+    assert patience[0] <= 2 < patience[1] <= 9 < patience[2]
+    # Promises that are too small are raised in the same way.
+    gate = DraftGate(trust=1.0)
+    for _ in range(50):
+        assert gate.wants_draft()
+        gate.record(3, 15.0, 10.0, expected=1.4 if gate._kept > 20 else 2.0)
+    # A promise of nothing says nothing about promises.
+    gate = DraftGate()
+    gate.record(1, 10.0, 10.0, expected=1.0)
+    assert gate.wants_draft() and gate._kept == gate._promised
+
+
+def test_gate_keeps_a_part_of_what_it_saw() -> None:
+    """After a pause, one good step outweighs what was kept of the bad ones, or does not."""
+    for keep, again in ((0.0, True), (0.9, False)):
+        gate = DraftGate(first_pause=1, keep=keep)
+        gate.record(1, 15.0, 10.0)
+        assert not gate.wants_draft() and gate.wants_draft()
+        gate.record(1.8, 15.0, 10.0)
+        assert gate.wants_draft() is again
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"prior_steps": -1.0},
+        {"prior_gain": 0.0},
+        {"first_pause": 9, "longest_pause": 8},
+        {"decay": 0.0},
+        {"keep": 1.5},
+        {"trust": 0.0},
+    ],
+)
+def test_gate_refuses_what_makes_no_sense(bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="draft gate"):
+        DraftGate(**bad)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
