@@ -287,7 +287,12 @@ def step(args: argparse.Namespace, results: Results) -> None:
         results.stage(f"layers {name}", partial(s.variant, stages, False), needs=10)
     results.stage("layers all pdl", partial(s.variant, STAGES, True), needs=20)
     results.stage("layers all pdl no lanes", partial(s.variant, STAGES, True, False), needs=10)
-    results.stage("layers none pdl", partial(s.variant, (), True), needs=20)
+    late = (*STAGES, "late")
+    results.stage("layers late pdl", partial(s.variant, late, True), needs=10)
+    results.stage("layers late", partial(s.variant, late, False), needs=10)
+    torch.cuda.graph.default_capture_stream = torch.cuda.Stream(priority=-1)
+    results.stage("layers late pdl first", partial(s.variant, late, True), needs=10)
+    results.stage("layers all first", partial(s.variant, STAGES, False), needs=10)
     s.ends(results)
 
 

@@ -47,7 +47,8 @@ Skip = frozenset[str]
 STAGES = ("engram", "mix", "index", "attention", "attention_out", "shared", "experts")
 """Parts of a layer that a measurement may leave out, one at a time."""
 fused: set[str] = set()
-"""Stages done in one launch instead of several: "latents", "quantise", "route". To be measured."""
+"""Stages done in one launch instead of several: "latents", "quantise", "route"; "late": the shared
+expert is launched behind the router. To be measured."""
 
 
 @dataclass(slots=True)
@@ -126,14 +127,22 @@ class Lanes:
         on = on and device.type == "cuda"
         self._streams = {n: torch.cuda.Stream(device) for n in ("mix", "side")} if on else {}
 
+    def mark(self) -> torch.cuda.Event | None:
+        """What was launched up to here, for `aside`."""
+        return torch.cuda.current_stream().record_event() if self._streams else None
+
     @contextlib.contextmanager
-    def aside(self, name: str) -> Generator[None]:
-        """Launches inside follow what was launched before; nothing follows them until `join`."""
+    def aside(self, name: str, after: torch.cuda.Event | None = None) -> Generator[None]:
+        """Launches inside follow what was launched before (or before the mark `after`); nothing
+        follows them until `join`."""
         if not self._streams:
             yield
             return
         lane = self._streams[name]
-        lane.wait_stream(torch.cuda.current_stream())
+        if after is None:
+            lane.wait_stream(torch.cuda.current_stream())
+        else:
+            lane.wait_event(after)
         with torch.cuda.stream(lane):
             yield
 
@@ -204,11 +213,15 @@ def run_experts(
     forced int32 [R, K]: these experts instead of the router's choice (measurements).
     """
     limit = args.swiglu_limit
-    shared_out = v
-    if "shared" not in skip:
-        with lanes.aside("side"):
+    shared_out, begin = v, lanes.mark()
+
+    def run_shared() -> Tensor:
+        with lanes.aside("side", begin):
             shared = moe.swiglu_rows(gemv.gemv(v_quant, w.shared13), limit=limit)
-            shared_out = gemv.gemv(shared, w.shared2)
+            return gemv.gemv(shared, w.shared2)
+
+    if "shared" not in skip and "late" not in fused:
+        shared_out = run_shared()
     if "route" in fused:
         _, weights, listed = routing.route_rows(
             v, w.gate, w.bias, positions, k=w.picks, scale=args.routed_scaling_factor,
@@ -221,6 +234,8 @@ def run_experts(
             temperature=args.gate_temp,
         )  # fmt: skip
         listed = moe.expert_list(picks if forced is None else forced)
+    if "shared" not in skip and "late" in fused:
+        shared_out = run_shared()
     if "experts" in skip:
         y = v.new_zeros(v.shape[0], w.picks, v.shape[1])
     else:
