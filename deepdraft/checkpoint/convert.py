@@ -90,9 +90,9 @@ def convert(
             os.fsync(journal.fileno())
             written += nbytes
             progress(written, total)
-    _copy_small(source.path, out)
+    copy_small(source.path, out)
     manifest = Manifest(size, origin, done)
-    _write_synced(out / MANIFEST, json.dumps(manifest.to_json(), indent=1).encode() + b"\n")
+    write_synced(out / MANIFEST, json.dumps(manifest.to_json(), indent=1).encode() + b"\n")
     (out / JOURNAL).unlink()
     return manifest
 
@@ -150,7 +150,7 @@ def _journal(out: Path, origin: str, size: int) -> dict[str, tuple[int, str]] | 
     if not path.is_file():
         if any(out.iterdir()):
             raise CheckpointError(f"{out} is not empty; choose another directory")
-        _write_synced(path, json.dumps(head).encode() + b"\n")
+        write_synced(path, json.dumps(head).encode() + b"\n")
         return {}
     first, *lines = path.read_text(encoding="utf-8").splitlines() or ["{}"]
     if json.loads(first) != head:
@@ -267,15 +267,17 @@ def _check_sound(source: Checkpoint, entry: Entry, values: Tensor) -> None:
         )
 
 
-def _copy_small(source: Path, out: Path) -> None:
+def copy_small(source: Path, out: Path) -> None:
+    """Configuration, tokenizer and licence beside the weights."""
     for name in _COPIED:
         file = source / name
         if file.is_file() and file.stat().st_size <= _MAX_COPIED_BYTES:
-            _write_synced(out / name, file.read_bytes())
-    _write_synced(out / "config.json", (source / "config.json").read_bytes())
+            write_synced(out / name, file.read_bytes())
+    write_synced(out / "config.json", (source / "config.json").read_bytes())
 
 
-def _write_synced(path: Path, raw: bytes) -> None:
+def write_synced(path: Path, raw: bytes) -> None:
+    """A whole file or none, on the disk when this returns."""
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
         file.write(raw)

@@ -6,6 +6,8 @@ Knows nothing of: how a map is applied (`spec_weights`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from deepdraft.arch import DeepseekV2Args, DeepseekV3Args, LlamaArgs, ModelArgs, V4Args
 from deepdraft.checkpoint.spec_weights import Rule, WeightMap
 from deepdraft.errors import ConfigError
@@ -117,6 +119,22 @@ def transformers_saved(args: ModelArgs) -> WeightMap:
     if isinstance(args, V4Args):
         return WeightMap(_V4_SAVED, left_out=("mtp.{*}",))
     return WeightMap(_SAME, left_out=(_ROTARY,))
+
+
+def transformers_names(
+    args: V4Args, names: Iterable[str], *, back: bool = False
+) -> dict[str, str] | None:
+    """Published name -> name in the files that transformers saves, or back; None where these names
+    are not of the layout that is read. Tensors that it has no name for (`mtp.*`) are left out."""
+    names = list(names)
+    if back and not any(name.startswith("model.") for name in names):
+        return None
+    rules = _V4_SAVED
+    if back:
+        rules = tuple(rename(rule.target, *rule.sources) for rule in rules)
+    whole = WeightMap(rules, left_out=() if back else ("mtp.{*}",))
+    plan = whole.plan(dict.fromkeys(names, ()))
+    return plan.owner
 
 
 def transformers_modules(args: ModelArgs) -> WeightMap:
