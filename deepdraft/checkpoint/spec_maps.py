@@ -133,7 +133,7 @@ def transformers_names(
     if back:
         rules = tuple(rename(rule.target, *rule.sources) for rule in rules)
     whole = WeightMap(rules, left_out=() if back else ("mtp.{*}",))
-    plan = whole.plan(dict.fromkeys(names, ()))
+    plan = whole.plan({name: () for name in names})
     return plan.owner
 
 
