@@ -129,7 +129,11 @@ class Lanes:
 
     def mark(self) -> torch.cuda.Event | None:
         """What was launched up to here, for `aside`."""
-        return torch.cuda.current_stream().record_event() if self._streams else None
+        if not self._streams:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     @contextlib.contextmanager
     def aside(self, name: str, after: torch.cuda.Event | None = None) -> Generator[None]:
