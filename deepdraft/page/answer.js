@@ -3,7 +3,7 @@
 import { $, button, copy, el, num, seconds } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
 import { Strip } from "./strip.js";
-import { Track, describe } from "./tokens.js";
+import { Track, describe, readStep } from "./tokens.js";
 
 const answers = new WeakMap(); // article -> Answer
 
@@ -42,18 +42,19 @@ export class Answer {
 
   chunk(chunk) {
     if (chunk.usage) this.usage = chunk.usage;
-    const choice = chunk.choices[0];
+    const choice = chunk.choices?.[0];
     if (!choice) return;
-    const { reasoning_content: thought, content } = choice.delta;
+    const { reasoning_content: thought, content } = choice.delta ?? {};
+    const step = readStep(choice.step);
     const now = performance.now();
-    if (thought || content || choice.step) this.times.first ||= now;
+    if (thought || content || step) this.times.first ||= now;
     this.times.end = now;
     if (thought) this.reasoning.append(thought);
     if (content) {
       if (this.reasoning.text) this.times.thought ||= now;
       this.content.append(content);
     }
-    if (choice.step) this.#step(choice.step);
+    if (step) this.#step(step);
     if (choice.speculation) this.report = choice.speculation;
     if (choice.finish_reason) this.reason = choice.finish_reason;
     this.#schedule();
@@ -207,11 +208,11 @@ export function toBottom() {
 export function watchTokens(root) {
   const tip = $("tip");
   let over = null;
+  let whose = null; // kept, as a span that is drawn anew leaves the document
   const hide = () => {
     tip.hidden = true;
-    const answer = over && answers.get(over.closest("article"));
-    answer?.strip.select(-1);
-    over = null;
+    whose?.strip.select(-1);
+    over = whose = null;
   };
   root.addEventListener("pointerover", (event) => {
     const span = event.target.closest?.(".t");
@@ -220,7 +221,9 @@ export function watchTokens(root) {
     const answer = answers.get(span.closest("article"));
     const token = answer?.token(span);
     if (!token) return hide();
+    if (whose !== answer) whose?.strip.select(-1);
     over = span;
+    whose = answer;
     tip.replaceChildren(...describe(token));
     tip.hidden = false;
     const at = span.getClientRects()[0];

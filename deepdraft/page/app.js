@@ -7,6 +7,7 @@ import { Comparison } from "./compare.js";
 import { Gauges } from "./gauges.js";
 import { ORIGINS } from "./tokens.js";
 import { Params } from "./params.js";
+import { read, write } from "./store.js";
 import { redrawStrips } from "./strip.js";
 
 const KEPT = "deepdraft.chat"; // in sessionStorage: this tab's conversation
@@ -28,15 +29,7 @@ const say = (text) => { $("status").textContent = text; };
 
 // ---- looks ---------------------------------------------------------------------------------
 
-const look = { theme: "system", origins: true, compare: false, thinking: true, ...read(localStorage, LOOK) };
-
-function read(storage, key) {
-  try {
-    return JSON.parse(storage.getItem(key)) ?? {};
-  } catch {
-    return {};
-  }
-}
+const look = { theme: "system", origins: true, compare: false, thinking: true, ...read("localStorage", LOOK) };
 
 function applyLook() {
   if (look.theme === "system") delete root.dataset.theme;
@@ -46,7 +39,7 @@ function applyLook() {
   $("compare").setAttribute("aria-pressed", look.compare);
   $("theme-name").textContent = `Theme: ${look.theme}`;
   $("thinking").checked = look.thinking;
-  localStorage.setItem(LOOK, JSON.stringify(look));
+  write("localStorage", LOOK, look);
   redrawStrips();
 }
 
@@ -81,20 +74,21 @@ function messages(upto) {
   if (params.system) list.push({ role: "system", content: params.system });
   for (const turn of turns.slice(0, upto + 1)) {
     list.push({ role: "user", content: turn.question });
-    if (turns.indexOf(turn) < upto) list.push({ role: "assistant", content: turn.content });
+    // An answer that was stopped or failed before its first word is none.
+    if (turns.indexOf(turn) < upto && turn.content) list.push({ role: "assistant", content: turn.content });
   }
   return list;
 }
 
 function keep() {
   const kept = turns.map(({ question, reasoning, content, note }) => ({ question, reasoning, content, note }));
-  try {
-    sessionStorage.setItem(KEPT, JSON.stringify({ turns: kept }));
-  } catch { /* too long to be kept: the conversation goes on */ }
+  write("sessionStorage", KEPT, { turns: kept });
 }
 
 function recall() {
-  for (const old of read(sessionStorage, KEPT).turns ?? []) {
+  const { turns: kept } = read("sessionStorage", KEPT);
+  for (const old of Array.isArray(kept) ? kept : []) {
+    if (![old?.question, old?.reasoning, old?.content, old?.note].every((text) => typeof text === "string")) continue;
     const turn = addTurn(old.question);
     Object.assign(turn, { reasoning: old.reasoning, content: old.content, note: old.note });
     const view = new Answer({ retry: () => again(turn), say });
@@ -117,8 +111,8 @@ async function stream(view, body, turn) {
       });
     reason = view.reason ?? "stop";
   } catch (error) {
-    if (leaving) return false; // what is kept says so
-    if (error.name !== "AbortError") {
+    if (leaving) message = turn.note; // the browser cut it off
+    else if (error.name !== "AbortError") {
       reason = "error";
       message = error instanceof ApiError ? error.message : `No answer: ${error.message}`;
       if (error.status === 401) {
@@ -130,7 +124,7 @@ async function stream(view, body, turn) {
   running = null;
   view.finish(reason, message);
   gauges.cache(view.usage);
-  turn.note = view.note.textContent;
+  if (!leaving) turn.note = view.note.textContent;
   say(reason === "error" ? message : `${reason === "stopped" ? "Stopped" : "Answered"}: ${view.strip.summary()}`);
   return reason !== "error" && reason !== "stopped";
 }
@@ -193,7 +187,7 @@ function setBusy(busy) {
 function newChat() {
   stop();
   for (const turn of turns.splice(0)) turn.node.remove();
-  sessionStorage.removeItem(KEPT);
+  write("sessionStorage", KEPT, null);
   $("welcome").hidden = false;
   $("prompt").focus();
 }
@@ -233,13 +227,21 @@ async function connect() {
     served = "";
     trouble = error instanceof ApiError ? error.message : "no connection";
     if (error.status === 401) $("access").open = true;
-    if (error.status === 503) setTimeout(connect, 1000);
+    if (error.status === 429 || error.status >= 500) setTimeout(connect, 1000);
   }
   showState(served !== "" || trouble !== "no connection");
 }
 
+let lost = false; // the server was gone when last asked
+
 // `reachable`: the server has just answered something.
 function showState(reachable) {
+  if (reachable && lost && served) {
+    lost = false;
+    connect(); // it may be another one, with another model
+    return;
+  }
+  lost = !reachable;
   $("state-dot").classList.toggle("up", reachable && served !== "");
   $("state").textContent = reachable ? served || trouble : "no connection";
   if (reachable && trouble === "no connection" && !served) {

@@ -1,5 +1,7 @@
 // Talks to the server: one streamed answer, lists, counters.
 
+import { read, write } from "./store.js";
+
 export class ApiError extends Error {
   constructor(message, status) {
     super(message);
@@ -7,13 +9,15 @@ export class ApiError extends Error {
   }
 }
 
-let apiKey = sessionStorage.getItem("deepdraft.key") || "";
+const PATIENCE_MS = 10000; // with lists and counters
+
+const kept = read("sessionStorage", "deepdraft.access").key;
+let apiKey = typeof kept === "string" ? kept : "";
 
 export function setKey(key) {
   apiKey = key.trim();
   // For this tab only; a key is not written to disk by us.
-  if (apiKey) sessionStorage.setItem("deepdraft.key", apiKey);
-  else sessionStorage.removeItem("deepdraft.key");
+  write("sessionStorage", "deepdraft.access", apiKey ? { key: apiKey } : null);
 }
 
 export const hasKey = () => apiKey !== "";
@@ -31,14 +35,14 @@ async function refuse(response) {
 }
 
 export async function models() {
-  const response = await fetch("v1/models", { headers: headers() });
+  const response = await fetch("v1/models", { headers: headers(), signal: AbortSignal.timeout(PATIENCE_MS) });
   if (!response.ok) await refuse(response);
   return (await response.json()).data;
 }
 
 // The counters of /metrics as a map from "name{labels}" to a number.
 export async function metrics() {
-  const response = await fetch("metrics");
+  const response = await fetch("metrics", { signal: AbortSignal.timeout(PATIENCE_MS) });
   if (!response.ok) await refuse(response);
   const values = new Map();
   for (const line of (await response.text()).split("\n")) {
@@ -71,8 +75,13 @@ export async function chat(body, signal, onChunk) {
       if (!line.startsWith("data:")) continue;
       const data = line.slice(5).trim();
       if (data === "[DONE]") return;
-      const chunk = JSON.parse(data);
-      if (chunk.error) throw new ApiError(chunk.error.message, 0);
+      let chunk;
+      try {
+        chunk = JSON.parse(data);
+      } catch {
+        throw new ApiError("the server sent what is no JSON", 0);
+      }
+      if (chunk?.error) throw new ApiError(String(chunk.error.message ?? chunk.error), 0);
       onChunk(chunk);
     }
     if (done) throw new ApiError("the stream broke off before the end of the answer", 0);

@@ -40,6 +40,7 @@ export class Comparison {
     const time = (answer) => answer.times.end - answer.times.first;
     const [slow, fast] = [time(this.plain), time(this.drafted)];
     const most = Math.max(slow, fast);
+    const timed = Math.min(a.length, b.length) > 1 && slow > 0 && fast > 0;
     const bar = (name, ms, kind) => el("div.lane", {},
       el("span.lane-name", {}, name),
       meter(ms / most, kind),
@@ -48,11 +49,15 @@ export class Comparison {
     this.verdict.dataset.same = String(same);
     this.verdict.replaceChildren(
       el("p.verdict-line", {},
-        el("strong", {}, equal ? `The same ${num(same)} tokens` : `Different from token ${num(same + 1)} on`),
-        `, ${num(slow / fast, 2)} times as fast: ${seconds(Math.abs(slow - fast))} `
-        + (slow >= fast ? "won" : "lost") + " from the first token to the last."),
-      bar("Plain", slow, "plain"),
-      bar("With drafts", fast, "accepted"),
+        el("strong", {}, equal
+          ? same === 1 ? "The same token" : `The same ${num(same)} tokens`
+          : `Different from token ${num(same + 1)} on`),
+        // One token, or none, has no time from the first to the last.
+        timed
+          ? `, ${num(slow / fast, 2)} times as fast: ${seconds(Math.abs(slow - fast))} `
+            + (slow >= fast ? "won" : "lost") + " from the first token to the last."
+          : ", too few for a time."),
+      ...(timed ? [bar("Plain", slow, "plain"), bar("With drafts", fast, "accepted")] : []),
     );
     toBottom();
   }

@@ -2,6 +2,7 @@
 
 import { el } from "./dom.js";
 import { setKey, hasKey } from "./client.js";
+import { read, write } from "./store.js";
 
 const STORE = "deepdraft.params";
 
@@ -101,16 +102,11 @@ export class Params {
     for (const [name, { input, kind }] of this.fields) {
       values[name] = kind === "flag" ? input.checked : input.value;
     }
-    localStorage.setItem(STORE, JSON.stringify(values));
+    write("localStorage", STORE, values);
   }
 
   #recall() {
-    let values;
-    try {
-      values = JSON.parse(localStorage.getItem(STORE)) ?? {};
-    } catch {
-      return;
-    }
+    const values = read("localStorage", STORE);
     for (const [name, { input, kind }] of this.fields) {
       if (!(name in values)) continue;
       if (kind === "flag") input.checked = values[name];

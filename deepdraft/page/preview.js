@@ -2,6 +2,8 @@
 
 import { button, el } from "./dom.js";
 
+const RELOAD_MS = 300; // less lies between two loads only where a page loads itself in a loop
+
 // `source`: gives the HTML. `back`: called when the preview is closed.
 export function openPreview(source, back) {
   const holder = el("div.stage");
@@ -13,14 +15,18 @@ export function openPreview(source, back) {
       sandbox: "allow-scripts",
       src: "page/preview.html",
       title: "Preview of the answer's page",
-      allow: "fullscreen",
     });
+    let last = -Infinity;
     // The frame's origin is opaque, so it has no name that a message could be addressed to; it can
     // only ever show documents of this server (frame-src), and nothing it says is listened to.
     frame.addEventListener("load", () => {
+      // Also where a game starts over by loading itself anew, but not as fast as it can.
+      const now = performance.now();
+      if (now - last < RELOAD_MS) return;
       frame.contentWindow?.postMessage({ html: source() }, "*");
-      frame.focus();
-    }, { once: true });
+      if (last < 0) frame.focus();
+      last = now;
+    });
     holder.replaceChildren(frame);
   }
 

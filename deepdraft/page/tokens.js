@@ -9,6 +9,35 @@ export const ORIGINS = {
   plain: ["plain", "decoded without drafts"],
 };
 
+const text = (value) => (typeof value === "string" ? value : "");
+const number = (value, other = null) => (Number.isFinite(value) ? value : other);
+
+// A step as the page needs it, or null where it is none: what is missing or of another kind than
+// expected is left out, what the page does not know is passed over.
+export function readStep(raw) {
+  if (!raw || typeof raw !== "object" || !Array.isArray(raw.tokens)) return null;
+  const tokens = raw.tokens.filter((token) => token && typeof token === "object").map((token) => ({
+    id: number(token.id),
+    text: text(token.text),
+    part: text(token.part),
+    origin: Object.hasOwn(ORIGINS, token.origin) ? token.origin : "plain",
+    confidence: number(token.confidence),
+    probability: number(token.probability),
+  }));
+  const { rejected } = raw;
+  const rows = Math.min(64, Math.max(1, Math.round(number(raw.rows, 1))));
+  return {
+    index: number(raw.index, 1),
+    rows,
+    accepted: Math.min(rows - 1, Math.max(0, Math.round(number(raw.accepted, 0)))),
+    ms: Math.max(0, number(raw.ms, 0)),
+    draft_ms: Math.max(0, number(raw.draft_ms, 0)),
+    tokens,
+    rejected: rejected && typeof rejected === "object"
+      ? { text: text(rejected.text), confidence: number(rejected.confidence) } : null,
+  };
+}
+
 // A growing text and its tokens. Text comes from the deltas, which are the truth; tokens come
 // from the step events and are laid over it. What cannot be matched stays without a token.
 export class Track {

@@ -263,6 +263,121 @@ def test_side_by_side_says_where_answers_part(open_page: Callable[..., Opened]) 
     assert "Different from token 5 on" in tab.page.inner_text(".verdict")
 
 
+def test_side_by_side_of_one_token(open_page: Callable[..., Opened]) -> None:
+    """From the first to the last there is no time, so none is told."""
+    tab = open_page()
+    tab.page.fill("#p-max_tokens", "1")
+    tab.page.click("#compare")
+    tab.say("abc")
+    tab.send()
+    tab.page.wait_for_selector(".verdict[data-equal=true]")
+    assert tab.page.inner_text(".verdict") == "The same token, too few for a time."
+    assert tab.complaints == []
+
+
+def test_what_the_page_does_not_know(open_page: Callable[..., Opened]) -> None:
+    """Fields and kinds of a later server, or of a broken one, cost no answer."""
+    tab = open_page()
+    token = {"id": 1, "text": "Hello", "part": "content", "origin": "foretold", "later": [1]}
+    steps: list[Any] = [
+        {"index": 0, "tokens": [token], "rows": 1, "later": {"x": 1}},
+        {"index": 1, "rows": 1e9, "accepted": -3, "ms": "slow", "tokens": [None, 7, {"id": "x"}]},
+        {"tokens": [{**token, "text": " there", "origin": "constructor"}], "rejected": 7},
+        {"index": 2, "tokens": "none"},
+        "step",
+        7,
+    ]
+    texts = ["Hello", "", " there", ".", "", ""]
+    chunks = [
+        {"choices": [{"delta": {"content": t, "later": 1}, "step": s, "more": None}]}
+        for t, s in zip(texts, steps, strict=True)
+    ]
+    chunks += [{"later": 1}, {"choices": []}, {"choices": [{"finish_reason": "stop"}]}]
+    body = ": note\n\nevent: later\n" + "".join(f"data: {json.dumps(c)}\n\n" for c in chunks)
+    tab.page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(
+            body=body + "data: [DONE]\n\n", content_type="text/event-stream"
+        ),
+    )
+    answer = tab.ask()
+    assert answer.locator("[data-track=content]").inner_text() == "Hello there."
+    assert answer.locator(".note.bad").count() == 0
+    answer.locator(".t").first.hover()
+    assert "plain" in tab.page.inner_text("#tip")
+    for _ in range(3):
+        answer.locator(".strip-view").press("ArrowRight")
+    assert answer.locator(".strip-view").get_attribute("aria-valuemax") == "2"
+    # What is no JSON is told as what it is.
+    tab.page.unroute("**/v1/chat/completions")
+    tab.page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(body="data: {oh\n\n", content_type="text/event-stream"),
+    )
+    assert "no JSON" in tab.ask().locator(".note.bad").inner_text()
+    assert tab.complaints == []
+
+
+def test_storage_that_is_forbidden_or_broken(browser: Any, make_live: Callable[..., Live]) -> None:
+    live = make_live()
+    live.toy.say("Here.")
+    forbid = """for (const name of ["localStorage", "sessionStorage"]) {
+      Object.defineProperty(window, name, { get() { throw new DOMException("no"); } });
+    }"""
+    strange = """for (const store of [localStorage, sessionStorage]) {
+      store.setItem("deepdraft.look", "[7"); store.setItem("deepdraft.params", '"x"');
+      store.setItem("deepdraft.chat", '{"turns": [null, 7, {"question": {}}]}');
+      store.setItem("deepdraft.access", '{"key": 5}');
+    }"""
+    full = "Storage.prototype.setItem = () => { throw new DOMException('full'); };"
+    for script in (forbid, strange, full):
+        context = browser.new_context()
+        page = context.new_page()
+        errors: list[str] = []
+        page.on("pageerror", lambda error, errors=errors: errors.append(str(error)))
+        page.add_init_script(script)
+        page.goto(live.url)
+        page.wait_for_selector(".dot.up", state="attached")
+        page.click("#theme")
+        page.uncheck("#thinking")
+        page.fill("#p-max_tokens", "20")
+        page.fill("#prompt", "Hi")
+        page.press("#prompt", "Enter")
+        page.wait_for_selector("text=Here.")
+        page.click("#clear")
+        assert errors == [], script
+        context.close()
+
+
+def test_an_answer_without_a_word_is_not_history(open_page: Callable[..., Opened]) -> None:
+    """A conversation goes on after an answer that failed before it began."""
+    tab = open_page()
+    tab.page.route("**/v1/chat/completions", lambda route: route.abort())
+    tab.ask("First")
+    tab.page.unroute("**/v1/chat/completions")
+    with tab.page.expect_request("**/v1/chat/completions") as sent:
+        answer = tab.ask("Second", "Fine.")
+    assert [m["role"] for m in json.loads(sent.value.post_data)["messages"]] == ["user", "user"]
+    assert answer.locator("[data-track=content]").inner_text() == "Fine."
+
+
+def test_text_of_both_directions(open_page: Callable[..., Opened]) -> None:
+    """Each paragraph runs as its own first letter says; code runs from the left."""
+    tab = open_page()
+    tab.feed("مرحبا بالعالم\n\nHello\n\n- שלום עולם\n\n```\nx = 'مرحبا'\n```")
+    answer = tab.ask("سؤال")
+    sides = tab.page.evaluate(
+        """() => [...document.querySelectorAll(".question p, .md p, .md code .lines")].map((n) => {
+          const range = document.createRange();
+          range.selectNodeContents(n);
+          const text = range.getBoundingClientRect(), box = n.getBoundingClientRect();
+          return Math.round(text.left - box.left) <= Math.round(box.right - text.right);
+        })"""
+    )
+    # The question's box is as wide as its text; of the others the second and the code begin left.
+    assert sides[1:] == [False, True, False, True], answer.inner_html()
+
+
 def test_keyboard_alone(open_page: Callable[..., Opened]) -> None:
     tab = open_page()
     tab.toy.say(TEXT)
