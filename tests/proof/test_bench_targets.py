@@ -264,6 +264,7 @@ def test_what_cannot_work_is_told_before_anything_is_measured(
     (tmp_path / "file").write_text("")
     for where in (tmp_path, tmp_path / "file" / "a.json"):
         for option in ("out", "html"):
+            file: dict[str, Any] = {option: str(where)}
             with pytest.raises(ConfigError, match="cannot be written"):
                 bench.main(
                     "speed",
@@ -271,7 +272,7 @@ def test_what_cannot_work_is_told_before_anything_is_measured(
                     remote_only=True,
                     urls=[odd.url],
                     suite="none",
-                    **{option: str(where)},
+                    **file,
                 )
     assert odd.asked == 0
     with pytest.raises(ConfigError, match="two servers have one name"):
@@ -331,9 +332,7 @@ def test_numbers_that_are_none() -> None:
     assert set(found) == {"bad span", "good"}
     assert found["bad span"] == compare.Number(10.0)
     assert compare.table(compare.compare(own, own)).count("\n") == 2
-    deep: Any = 1.0
-    for _ in range(200):
-        deep = {"x": deep}
+    deep = json.loads('{"x":' * 200 + "1.0" + "}" * 200)
     with pytest.raises(ConfigError, match="nested more than"):
         compare.compare(deep, deep)
 
