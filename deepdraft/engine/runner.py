@@ -4,6 +4,8 @@ Owns: the model, its state pool, the prefill mode, what the drafter has yet to b
 engine's thread calls it.
 Knows nothing of: requests, text, sampling, verification.
 
+A model without a drafter may draft from the text itself (`spec.ngram`), without any conditioning.
+
 Drafting: `step` appends tokens, drafts among them, and keeps the drafter's conditioning (taps);
 `commit` says how many tokens of a sequence stand and takes the rest back; `draft` first tells the
 drafter of the positions confirmed since the last draft. So plain steps cost the drafter nothing.
@@ -11,8 +13,10 @@ drafter of the positions confirmed since the last draft. So plain steps cost the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -25,6 +29,7 @@ from deepdraft.models.dspark import Drafter, DraftStart
 from deepdraft.models.layers import WeightSource
 from deepdraft.models.state import SequenceState, StatePool
 from deepdraft.parallel.shards import Shards
+from deepdraft.spec.ngram import History
 from deepdraft.text.tokenizer import Tokenizer, engram_token_map
 
 STEP_ROWS = 64
@@ -33,6 +38,8 @@ STEP_ROWS = 64
 
 MAX_DRAFTS = 15
 """Drafts of one sequence in a step at most."""
+LOOKUP_DRAFTS = 7
+"""Proposals from the text itself, unless `num_drafts` says otherwise."""
 
 
 class Draft:
@@ -50,6 +57,24 @@ class Draft:
         return refined.logits[0], float(refined.raw[0])
 
 
+class LookupDraft:
+    """Proposals from the text itself: each is certain, and its confidence grows with the match."""
+
+    def __init__(self, token_ids: list[int], match: int, like: Tensor) -> None:
+        self.token_ids, self.match, self._like = token_ids, match, like
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def refine(self, i: int, previous: int) -> tuple[Tensor, float]:
+        """Logits [V] that allow token i alone, and the raw confidence of a match so long."""
+        logits = torch.full_like(self._like, -torch.inf)
+        if i < len(self.token_ids):
+            logits[self.token_ids[i]] = 0.0
+        # Its sigmoid is n / (n + 1) for a match of n tokens, those that were drafted included.
+        return logits, math.log(max(self.match, 1) + i)
+
+
 class Runner:
     """Runs prompts and steps of up to `num_sequences` sequences."""
 
@@ -63,10 +88,11 @@ class Runner:
         step_rows: int = STEP_ROWS,
         num_drafts: int | None = None,
         state_bytes: int | None = None,
+        lookup: bool = False,
     ) -> None:
         """`state_bytes`: memory for sequences, which may allow fewer of them; None: any amount.
         `num_drafts`: proposals of a draft; None: what the checkpoint's drafter was trained for;
-        0: the drafter is not used."""
+        0: the drafter is not used. `lookup`: a model without a drafter drafts from the text."""
         limit = model.args.max_position_embeddings
         if max_context is not None and not 2 <= max_context <= limit:
             raise ConfigError(
@@ -75,7 +101,10 @@ class Runner:
             )
         if prefill not in ("full", "encoder"):
             raise ConfigError(f"prefill must be full or encoder, got {prefill!r}")
-        own = model.args.dspark_block_size if model.drafter is not None else 0
+        lookup = lookup and model.drafter is None and num_drafts != 0
+        own = LOOKUP_DRAFTS if lookup else 0
+        if model.drafter is not None:
+            own = model.args.dspark_block_size
         if num_drafts is not None and not 0 <= num_drafts <= (MAX_DRAFTS if own else 0):
             raise ConfigError(
                 f"drafts must lie in 0..{MAX_DRAFTS}, got {num_drafts}"
@@ -94,6 +123,10 @@ class Runner:
         self.num_sequences = num_sequences
         self.pool: StatePool = model.new_pool(num_sequences, self.max_tokens, slack=step_rows)
         self._taps: dict[SequenceState, list[tuple[int, Tensor]]] = {}
+        self._histories: WeakKeyDictionary[Any, History] | None = None
+        if lookup:
+            self._histories = WeakKeyDictionary()
+            self._like = torch.empty(self.vocab_size, dtype=model.dtype, device=self.device)
 
     def _that_fit(self, num_sequences: int, state_bytes: int) -> int:
         """How many sequences there is room for. Raises ConfigError where that is none."""
@@ -151,6 +184,7 @@ class Runner:
             num_sequences=num_sequences,
             num_drafts=num_drafts,
             state_bytes=state_bytes,
+            lookup=drafter,
         )
 
     @property
@@ -224,20 +258,31 @@ class Runner:
             first, taps = notes[-1]
             notes[-1] = (first, taps[: max(0, num_tokens - first)])
 
-    def draft(self, batch: Sequence[tuple[SequenceState, int]]) -> list[Draft]:
+    def draft(self, batch: Sequence[tuple[SequenceState, int]]) -> list[Draft] | list[LookupDraft]:
         """Begin a block of `block_size` drafts for each sequence; the token stands right after the
         confirmed ones. Raises StateError, and the sequences are as they were."""
+        if self._histories is not None:
+            return [self._look_up(sequence, token_id) for sequence, token_id in batch]
         drafter = self.model.drafter
         if drafter is None or not self.block_size:
             raise StateError("there is no drafter here")
         self.feed_pending(*(sequence for sequence, _ in batch))
         return [Draft(drafter, start) for start in drafter.start(batch, self.block_size)]
 
+    def _look_up(self, sequence: SequenceState, token_id: int) -> LookupDraft:
+        assert self._histories is not None
+        history = self._histories.setdefault(sequence, History())
+        history.update(sequence.token_ids)
+        return LookupDraft(*history.propose(token_id, self.block_size), self._like)
+
     def refine(
-        self, drafts: Sequence[Draft], i: int, previous: Sequence[int]
+        self, drafts: Sequence[Any], i: int, previous: Sequence[int]
     ) -> tuple[Tensor, list[float]]:
         """Draft i of several blocks at once, with the bits that each has alone: logits [Q, V] and
         raw confidences, given the token before it in each."""
+        if self._histories is not None:
+            found = [d.refine(i, p) for d, p in zip(drafts, previous, strict=True)]
+            return torch.stack([logits for logits, _ in found]), [raw for _, raw in found]
         drafter = self.model.drafter
         assert drafter is not None
         refined = drafter.refine([draft.start for draft in drafts], i, previous)

@@ -332,7 +332,7 @@ class Speculator:
         """Drafts position by position, all blocks at once."""
         live = []
         for block, drafts in pairs:
-            block.drafted = True
+            block.drafted = len(drafts) > 0  # the text itself may have nothing to propose
             block.size = min(len(drafts), self._most_drafts(block.request))
             live.append(_Filling(block, drafts, block.size, block.request.output_ids[-1]))
         position = 0
