@@ -3,7 +3,8 @@
     python bench/kv_fleet.py --servers 2 --turns 1000 [--namespaces] [--numerics exact]
         [--prefill full] [--hours H] [--out bench/results/d-fleet-2.json]
 
-With --hours turns go on for so long. Needs redis-server; --namespaces needs root.
+With --hours turns go on for so long; after --most-minutes no further turn begins. Needs
+redis-server; --namespaces needs root.
 """
 
 import argparse
@@ -33,6 +34,7 @@ def main() -> None:
     parser.add_argument("--numerics", default="exact")
     parser.add_argument("--prefill", default="full")
     parser.add_argument("--hours", type=float, default=0.0)
+    parser.add_argument("--most-minutes", type=float)
     parser.add_argument("--namespaces", action="store_true")
     parser.add_argument("--out")
     options = parser.parse_args()
@@ -58,6 +60,7 @@ def main() -> None:
                 every=options.every,
                 faults=faults,
                 seconds=3600 * options.hours or None,
+                most_s=60 * options.most_minutes if options.most_minutes else float("inf"),
             )
         finally:
             run.close()

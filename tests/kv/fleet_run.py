@@ -28,6 +28,8 @@ from tests.kv.served import Peer, tiny_model, told, toy_tokenizer
 
 REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
 PASSWORD = "fleet-run"
+PATIENCE_S = 1200.0
+"""The harness's own, so generous that a busy or paused machine does not end a run."""
 Json = dict[str, Any]
 
 
@@ -138,7 +140,7 @@ class Redis:
     def _wait(self) -> None:
         import redis
 
-        until = time.monotonic() + 20
+        until = time.monotonic() + PATIENCE_S
         while True:
             try:
                 with redis.Redis.from_url(self.url) as client:
@@ -193,14 +195,14 @@ class Node:
             [*self.command, str(ready), str(report)], stdout=log, stderr=log
         )
         log.close()
-        until = time.monotonic() + 120
+        until = time.monotonic() + PATIENCE_S
         while not ready.exists():
             assert self.process.poll() is None and time.monotonic() < until, self.tail()
             time.sleep(0.02)
         with httpx.Client() as client:
             while True:
                 try:
-                    if client.get(f"{self.url}/readyz", timeout=5).status_code == 200:
+                    if client.get(f"{self.url}/readyz", timeout=60).status_code == 200:
                         return
                 except httpx.HTTPError:
                     pass
@@ -220,7 +222,7 @@ class Node:
         assert self.process is not None
         self.process.send_signal(signal.SIGCONT)
         self.process.send_signal(signal.SIGTERM)
-        self.process.wait(60)
+        self.process.wait(PATIENCE_S)
         report = self.directory / f"report{self.starts}.json"
         self.reports.append(json.loads(report.read_text()))
 
@@ -288,7 +290,9 @@ hurry = {hurry}
         self.oracle = Peer(
             self.tokenizer, model, numerics=numerics, prefill=prefill, kv_memory=0, drafts=0
         )
-        self.client = httpx.Client(timeout=60)
+        self.client = httpx.Client(
+            timeout=PATIENCE_S, limits=httpx.Limits(max_keepalive_connections=0)
+        )
 
     # ---- requests ---------------------------------------------------------------------------
 
@@ -401,9 +405,10 @@ hurry = {hurry}
         every: int,
         faults: list[str],
         seconds: float | None = None,
+        most_s: float = float("inf"),
     ) -> Json:
         """`turns` turns of `conversations` conversations, again and again for `seconds`; a fault
-        after each `every` turns."""
+        after each `every` turns. After `most_s` no further turn begins."""
         begin = time.monotonic()
         chats = [
             {
@@ -421,7 +426,8 @@ hurry = {hurry}
 
         def one(i: int) -> None:
             with locks[i]:
-                self.turn(chats[i])
+                if time.monotonic() - begin < most_s:
+                    self.turn(chats[i])
 
         try:
             while True:

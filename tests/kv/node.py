@@ -61,7 +61,7 @@ def main() -> int:
     service.report = report
     server = Server(service)
     service.start()
-    assert service.wait(120)
+    assert service.wait(1200)
     if service.failure is not None:
         print(service.failure.message, file=sys.stderr)
         return 2

@@ -84,7 +84,7 @@ class Peer:
         )
         self.service = Service(lambda: load_tiny(tokenizer, model, config.engine), config)
         self.service.start()
-        assert self.service.wait(60)
+        assert self.service.wait(600)
         assert self.service.state == "ready", self.service.failure
         self.app = create_app(self.service)
 
@@ -92,7 +92,7 @@ class Peer:
         async def run() -> httpx.Response:
             transport = httpx.ASGITransport(app=self.app)
             async with httpx.AsyncClient(transport=transport, base_url="http://tiny") as client:
-                return await client.post(path, json=body, headers=headers, timeout=60)
+                return await client.post(path, json=body, headers=headers, timeout=600)
 
         return asyncio.run(run())
 
