@@ -28,7 +28,7 @@ struct Params {
     float* weights;        // [R, K]
     int* experts;          // [R / 8, L]
     int* slots;            // [R / 8, L, 8]
-    float* logits;         // [R, E]
+    float2* scores;        // [R, E]: a score, and what it is ranked by
     int* arrive;           // [R / 8], zero between launches
     int groups, tile;
     float temperature, scale;
@@ -49,6 +49,12 @@ __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+// What the block wrote before can be read by whoever sees the count, and the other way round.
+__device__ __forceinline__ int arrive(int* count) {
+    int before;
+    asm volatile("atom.add.acq_rel.gpu.s32 %0, [%1], 1;" : "=r"(before) : "l"(count) : "memory");
+    return before;
+}
 extern __shared__ __align__(128) u8 raw[];
 #endif
 
@@ -64,45 +70,47 @@ __device__ __forceinline__ float score_of(float x) {
     return __fsqrt_rn(fmaxf(x, 0.f) + 2.f * s * series);
 }
 
+// Floats as integers in the same order.
+__device__ __forceinline__ u32 order_of(float v) {
+    u32 bits = __float_as_uint(v);
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
 // One row by one warp. `picked`: where its picks for the list go.
 __device__ __forceinline__ void choose(const Params& p, int row, int* picked) {
     const int lane = threadIdx.x % 32;
-    const float lowest = -__uint_as_float(0x7F800000u);
-    float scores[EACH], ranked[EACH], chosen = 0.f, total = 0.f;
+    const bool live = p.live[row] >= 0;
+    float scores[EACH], chosen = 0.f, total = 0.f;
+    u32 ranked[EACH];
     int pick = -1;   // of lane k the k-th one, and its score
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
         int e = lane + 32 * i;
-        scores[i] = 0.f, ranked[i] = lowest;
+        scores[i] = 0.f, ranked[i] = 0;
         if (e < E) {
-            scores[i] = score_of(__fdiv_rn(__ldcg(p.logits + (long long)row * E + e), p.temperature));
-            ranked[i] = scores[i] + p.bias[e];
+            float2 both = __ldcg(p.scores + (long long)row * E + e);
+            scores[i] = both.x, ranked[i] = order_of(both.y);
         }
     }
 #pragma unroll
     for (int k = 0; k < K; k++) {
-        float best = ranked[0], own = scores[0];
+        u32 best = ranked[0];
+        float own = scores[0];
         int at = lane;
 #pragma unroll
         for (int i = 1; i < EACH; i++)
             if (ranked[i] > best) best = ranked[i], own = scores[i], at = lane + 32 * i;
-#pragma unroll
-        for (int by = 16; by > 0; by /= 2) {
-            float other = __shfl_xor_sync(~0u, best, by);
-            int there = __shfl_xor_sync(~0u, at, by);
-            // Equal scores go to the lower expert.
-            if (other > best || (other == best && there < at)) best = other, at = there;
-        }
-        at = __shfl_sync(~0u, min(at, E - 1), 0);  // NaN: lanes may not agree, nor point inside
+        u32 most = __reduce_max_sync(~0u, best);
+        // Equal scores go to the lower expert; none is beyond the last one.
+        at = min(__reduce_min_sync(~0u, best == most ? (u32)at : ~0u), (u32)E - 1);
 #pragma unroll
         for (int i = 0; i < EACH; i++)
-            if (at == lane + 32 * i) ranked[i] = lowest;
+            if (at == lane + 32 * i) ranked[i] = 0;
         float score = __shfl_sync(~0u, own, at % 32);   // the best of all is its lane's best
         total += score;
         if (lane == k) pick = at, chosen = score;
     }
     if (lane < K) {
-        bool live = p.live[row] >= 0;
         if (!live) pick = -1;
         p.picks[row * K + lane] = pick;
         p.weights[row * K + lane] = live ? __fdiv_rn(chosen, total + 1e-20f) * p.scale : 0.f;
@@ -110,25 +118,29 @@ __device__ __forceinline__ void choose(const Params& p, int row, int* picked) {
     }
 }
 
-// The distinct experts of L picks in the order of their first pick.
-__device__ __forceinline__ void list(const Params& p, const int* picked, int* slots, int* first, int row_tile) {
+// The distinct experts of L picks in the order of their first pick. `firsts`: of each warp of picks,
+// which are the first of their expert.
+__device__ __forceinline__ void list(const Params& p, const int* picked, int* slots, u32* firsts, int row_tile) {
     const int i = threadIdx.x;
     for (int at = i; at < L * T; at += THREADS) slots[at] = -1;
-    int pick = i < L ? picked[i] : -1, place = i;
-    if (pick >= 0)
-        for (int j = i - 1; j >= 0; j--)
-            if (picked[j] == pick) place = j;
-    if (i < L) first[i] = pick >= 0 && place == i;
+    const int pick = i < L ? picked[i] : -1;
+    int place = i;
+#pragma unroll
+    for (int j = L - 1; j >= 0; j--)
+        if (j < i && picked[j] == pick) place = j;
+    const bool first = pick >= 0 && place == i;
+    const u32 found = __ballot_sync(~0u, first);
+    if (i % 32 == 0 && i < 64) firsts[i / 32] = found;
     __syncthreads();
-    int rank = 0, count = 0;
-    if (i < L)
-        for (int j = 0; j < L; j++) {
-            count += first[j];
-            rank += j < place ? first[j] : 0;
-        }
-    if (pick >= 0) slots[rank * T + i / K] = i % K;
-    if (pick >= 0 && place == i) p.experts[row_tile * L + rank] = pick;
-    if (i < L && i >= count) p.experts[row_tile * L + i] = -1;
+    if (i < L) {
+        const u32 low = firsts[0], high = firsts[1];
+        const int count = __popc(low) + __popc(high);
+        const u32 before = (1u << place % 32) - 1;
+        const int rank = place < 32 ? __popc(low & before) : __popc(low) + __popc(high & before);
+        if (pick >= 0) slots[rank * T + i / K] = i % K;
+        if (first) p.experts[row_tile * L + rank] = pick;
+        if (i >= count) p.experts[row_tile * L + i] = -1;
+    }
     __syncthreads();
     for (int at = i; at < L * T; at += THREADS) p.slots[row_tile * L * T + at] = slots[at];
 }
@@ -138,8 +150,8 @@ __device__ __forceinline__ void list(const Params& p, const int* picked, int* sl
 extern "C" __global__ void __launch_bounds__(THREADS) route_kernel(const __grid_constant__ Params p) {
     float* sums = (float*)raw;                       // [WARPS, OWN, T]
     int* picked = (int*)(sums + WARPS * OWN * T);    // [T, K]
-    int* first = picked + L;                         // [L]
-    int* slots = first + L;                          // [L, T]
+    u32* firsts = (u32*)(picked + L);                // [2]
+    int* slots = (int*)(firsts + 2);                 // [L, T]
     int* last = slots + L * T;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int row_tile = blockIdx.y, expert = blockIdx.x * OWN + g;
@@ -183,20 +195,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) route_kernel(const __grid_
         for (int i = 0; i < WARPS; i++) all += sums[i * OWN * T + threadIdx.x];
         int e = blockIdx.x * OWN + threadIdx.x / T, row = row_tile * T + threadIdx.x % T;
         if (e < E) {
-            __stcg(p.logits + (long long)row * E + e, all);
-            __threadfence();
+            float score = score_of(__fdiv_rn(all, p.temperature));
+            float2 both = {score, score + p.bias[e]};
+            __stcg(p.scores + (long long)row * E + e, both);
         }
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        *last = atomicAdd(p.arrive + row_tile, 1) == (int)gridDim.x - 1;
-        __threadfence();
-    }
+    if (threadIdx.x == 0) *last = arrive(p.arrive + row_tile) == (int)gridDim.x - 1;
     __syncthreads();
     if (!*last) return;
     if (threadIdx.x == 0) p.arrive[row_tile] = 0;
     if (warp < T) choose(p, row_tile * T + warp, picked + warp * K);
     __syncthreads();
-    list(p, picked, slots, first, row_tile);
+    list(p, picked, slots, firsts, row_tile);
 }

@@ -28,7 +28,7 @@ class _Params(ctypes.Structure):
 
     _fields_ = (
         *((n, ctypes.c_void_p) for n in ("v", "w", "bias", "live", "forced", "picks", "weights")),
-        *((n, ctypes.c_void_p) for n in ("experts", "slots", "logits", "arrive")),
+        *((n, ctypes.c_void_p) for n in ("experts", "slots", "scores", "arrive")),
         ("groups", ctypes.c_int),
         ("tile", ctypes.c_int),
         ("temperature", ctypes.c_float),
@@ -87,12 +87,12 @@ def route(
 
     picks, listed, slots = ints(rows, k), ints(tiles, places), ints(tiles, places, ROW_TILE)
     weights = torch.empty(rows, k, dtype=torch.float32, device=device)
-    logits = torch.empty(rows, experts, dtype=torch.float32, device=device)
+    scores = torch.empty(rows, experts, 2, dtype=torch.float32, device=device)
     params = _Params(
         v=v.data_ptr(), w=gate.values.data_ptr(), bias=bias.data_ptr(), live=positions.data_ptr(),
         forced=0 if forced is None else forced.data_ptr(), picks=picks.data_ptr(),
         weights=weights.data_ptr(), experts=listed.data_ptr(), slots=slots.data_ptr(),
-        logits=logits.data_ptr(), arrive=gate.arrivals.data_ptr(), groups=gate.cols // 32,
+        scores=scores.data_ptr(), arrive=gate.arrivals.data_ptr(), groups=gate.cols // 32,
         tile=gate.plan.tile, temperature=temperature, scale=scale,
     )  # fmt: skip
     kernel = _kernel(device, experts, k)
