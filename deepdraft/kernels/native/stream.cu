@@ -196,14 +196,15 @@ __device__ __forceinline__ void fold(Rows& r, const u32 (&codes)[NG][2], const f
 #endif
 
 // Thread (g, t) of a warp holds columns 8 t .. 8 t + 7 of each group of row g, and the scales of
-// rows 2 t and 2 t + 1.
+// rows 2 t and 2 t + 1. Its groups are `first`, `first` + WK, ..: what the warps of a block read at a
+// time lies together.
 __device__ __forceinline__ void load_rows(Rows& r, const Params& p, int row_tile, int first, int g, int t) {
     u64 row = row_tile * 8 + g;
     if (BF16_ROWS) {
         const uint4* from = (const uint4*)((const u16*)p.x + row * p.x_width + first * 32 + 8 * t);
 #pragma unroll
         for (int i = 0; i < NG; i++) {
-            uint4 v = from[i * 4];
+            uint4 v = from[i * 4 * WK];
             r.x[i][0] = v.x, r.x[i][1] = v.y, r.x[i][X_WORDS - 2] = v.z, r.x[i][X_WORDS - 1] = v.w;
         }
         return;
@@ -214,17 +215,17 @@ __device__ __forceinline__ void load_rows(Rows& r, const Params& p, int row_tile
     float scale[NG];
 #pragma unroll
     for (int i = 0; i < NG; i++) {
-        uint2 v = from[i * 4];
+        uint2 v = from[i * 4 * WK];
         codes[i][0] = v.x, codes[i][1] = v.y;
-        scale[i] = p.xs[(u64)(first + i) * p.rows + row];
+        scale[i] = p.xs[(u64)(first + i * WK) * p.rows + row];
     }
     fold(r, codes, scale, t);
 #else
     const float2* scales = (const float2*)(p.xs + (u64)first * p.rows + row_tile * 8 + 2 * t);
 #pragma unroll
     for (int i = 0; i < NG; i++) {
-        uint2 v = from[i * 4];
-        float2 s = scales[i * (p.rows / 2)];
+        uint2 v = from[i * 4 * WK];
+        float2 s = scales[i * WK * (p.rows / 2)];
         r.x[i][0] = v.x, r.x[i][1] = v.y;
         r.s[BF16_ROWS ? 0 : i][0] = s.x * (FP4 ? 16384.f : 1.f);
         r.s[BF16_ROWS ? 0 : i][1] = s.y * (FP4 ? 16384.f : 1.f);
@@ -245,7 +246,7 @@ __device__ __forceinline__ void quantise_rows(Rows& r, const Params& p, int row_
 #pragma unroll
     for (int i = 0; i < NG; i++) {
         uint4 v = make_uint4(0, 0, 0, 0);
-        if (slot >= 0) v = from[i * 4];
+        if (slot >= 0) v = from[i * 4 * WK];
         u32 words[4] = {v.x, v.y, v.z, v.w};
         float f[8], most = 0.f;
 #pragma unroll
@@ -355,11 +356,29 @@ __device__ __forceinline__ void store_quantised(const Params& p, u64 row, int un
 __device__ __forceinline__ float swiglu(float gate, float up, float weight, float limit) {
     gate = fminf(round_bf16(gate), limit);
     up = fminf(fmaxf(round_bf16(up), -limit), limit);
-    return gate / (1.f + __expf(-gate)) * up * weight;
+    return __fdividef(gate, 1.f + __expf(-gate)) * up * weight;
+}
+
+// Picks of rows 2 t and 2 t + 1 that an expert works for, -1 where there is none, and their weights.
+struct Picks {
+    int of[2];
+    float weight[2];
+};
+__device__ __forceinline__ Picks load_picks(const Params& p, int row_tile, int place, int t) {
+    Picks k = {};
+    if (!FP4) return k;
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+        const int row = row_tile * 8 + 2 * t + n;
+        const int slot = p.slots[(row_tile * p.places + place) * 8 + 2 * t + n];
+        k.of[n] = slot < 0 ? -1 : row * p.picks + slot;
+        k.weight[n] = UP && slot >= 0 ? p.weights[k.of[n]] : 0.f;
+    }
+    return k;
 }
 
 // A unit's sums are whole (of one part of the columns where SPLIT > 1).
-__device__ __forceinline__ void finish(const Params& p, float (&sum)[2][4], int row_tile, int unit, int part, int place, int lane) {
+__device__ __forceinline__ void finish(const Params& p, float (&sum)[2][4], int row_tile, int unit, int part, const Picks& picks, int lane) {
     int g = lane >> 2, t = lane & 3;
     if (SPLIT > 1) {
         int counter = row_tile * p.units + unit;
@@ -399,14 +418,11 @@ __device__ __forceinline__ void finish(const Params& p, float (&sum)[2][4], int 
     }
 #pragma unroll
     for (int n = 0; n < 2; n++) {
-        int row = row_tile * 8 + 2 * t + n;
-        int slot = p.slots[(row_tile * p.places + place) * 8 + 2 * t + n];
-        if (slot < 0) continue;
-        u64 pick = (u64)row * p.picks + slot;
+        if (picks.of[n] < 0) continue;
+        const u64 pick = picks.of[n];
         if (UP) {  // tile 0 is the gate, tile 1 the up map, of channels 16 unit + 2 g (+ 1)
-            float weight = p.weights[pick];
-            float a = swiglu(sum[0][n], sum[1][n], weight, p.limit);
-            float b = swiglu(sum[0][n + 2], sum[1][n + 2], weight, p.limit);
+            float a = swiglu(sum[0][n], sum[1][n], picks.weight[n], p.limit);
+            float b = swiglu(sum[0][n + 2], sum[1][n + 2], picks.weight[n], p.limit);
             *(u32*)((u16*)p.y + pick * p.units * 16 + unit * 16 + 2 * g) = pack_bf16(a, b);
         } else {
             u64 at = pick * p.units * 32 + unit * 32 + 4 * g;
@@ -428,18 +444,28 @@ struct Shared {
 
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the launcher reserves what the kernel uses");
 
-// Which unit a task is.
-struct Task { int unit, part, place; };
-
-__device__ __forceinline__ Task task_of(const Params& p, int task, int sets) {
-    Task k;
-    if (FP4) {
-        k.place = task / sets, k.unit = task % sets * WM, k.part = 0;
-    } else {  // the parts of the columns one after another, so that rows change seldom
-        k.place = 0, k.part = task / sets, k.unit = task % sets * WM;
+// A thread's part of one step.
+struct Step {
+    uint4 codes[ST][FP4 ? 1 : 2];
+    u32 scales[ST];
+    __device__ __forceinline__ void load(u32 at, u32 scales_at) {
+#pragma unroll
+        for (int j = 0; j < ST; j++) {
+            codes[j][0] = load_shared16(at + j * CODE_BYTES);
+            if (FP4) scales[j] = load_shared4(scales_at + j * 32);
+            else codes[j][FP4 ? 0 : 1] = load_shared16(at + j * CODE_BYTES + 512);
+        }
     }
-    return k;
-}
+};
+
+// A block's tasks: sets of WM units, of one expert (or one part of the columns) after another, so
+// that rows change seldom.
+struct Task {
+    int outer, set;
+    __device__ __forceinline__ void next(int sets) {
+        if (++set == sets) set = 0, outer++;
+    }
+};
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32 + (WK > 1 ? 32 : 0), WARPS <= 8 ? 2 : 1)
 stream_kernel(const __grid_constant__ Params p) {
@@ -469,13 +495,16 @@ stream_kernel(const __grid_constant__ Params p) {
     const int tasks = (FP4 ? sh.count : SPLIT) * sets;
     const int first_task = (int)((u64)tasks * blockIdx.x / gridDim.x);
     const int end_task = (int)((u64)tasks * (blockIdx.x + 1) / gridDim.x);
+    Task k = {first_task / sets, first_task % sets};
 
     if (warp == WARPS) {  // adds the warps' sums
         dependency_wait();
         if (FP4) launch_dependents();
-        for (int task = first_task; task < end_task; task++) {
+        Picks picks;
+        int held = -1;
+        for (int task = first_task; task < end_task; task++, k.next(sets)) {
             const int turn = task - first_task, slot = turn & 1;
-            const Task k = task_of(p, task, sets);
+            if (held != k.outer) picks = load_picks(p, row_tile, k.outer, lane & 3), held = k.outer;
             barrier_wait(shared_address(&sh.full[slot]), turn >> 1 & 1);
             constexpr int TOGETHER = WM < 2 ? WM : 2;  // more do not fit into registers
 #pragma unroll 1
@@ -500,8 +529,8 @@ stream_kernel(const __grid_constant__ Params p) {
                 }
 #pragma unroll
                 for (int m = 0; m < TOGETHER; m++) {
-                    const int unit = k.unit + first + m;
-                    if (unit < p.units) finish(p, sum[m], row_tile, unit, k.part, k.place, lane);
+                    const int unit = k.set * WM + first + m;
+                    if (unit < p.units) finish(p, sum[m], row_tile, unit, k.outer, picks, lane);
                 }
             }
         }
@@ -512,40 +541,40 @@ stream_kernel(const __grid_constant__ Params p) {
     const u32 ring = shared_address(sh.ring[warp]), mine = ring + lane * 16;
     const u32 scale_ring = ring + DEPTH * STEP_BYTES;
     // Where the codes and scales of a task start; a set's last units may be missing.
-    auto start = [&](int task) -> u64 {
-        const Task k = task_of(p, task, sets);
-        u64 unit = min(k.unit + wm, p.units - 1);
-        if (FP4) unit += (u64)sh.experts[k.place] * p.units;
-        return unit * p.groups + (k.part * WK + wk) * NG;
+    auto start = [&](const Task& k) -> u64 {
+        u64 unit = min(k.set * WM + wm, p.units - 1);
+        if (FP4) unit += (u64)sh.experts[k.outer] * p.units;
+        return unit * p.groups + (FP4 ? 0 : k.outer * WK * NG) + wk;
     };
     auto copy_step = [&](u64 from, u32 to, int step) {
 #pragma unroll
         for (int i = 0; i < ST; i++) {
-            const u8* codes = p.w + (from + step * ST + i) * CODE_BYTES + lane * 16;
+            const u8* codes = p.w + (from + (step * ST + i) * WK) * CODE_BYTES + lane * 16;
             copy16(to + i * CODE_BYTES, codes);
             if (!FP4) copy16(to + i * CODE_BYTES + 512, codes + 512);
         }
     };
     auto copy_scales = [&](u64 from, u32 to) {
-        if (FP4 && lane < 2 * NG) copy16(to + lane * 16, p.ws + from * 32 + lane * 16);
+        if (FP4 && lane < 2 * NG) copy16(to + lane * 16, p.ws + (from + (lane >> 1) * WK) * 32 + (lane & 1) * 16);
     };
     // Three places for scales, as those of a unit are read until its end: now, next, later.
     u32 scales_now = scale_ring, scales_next = scale_ring + SCALE_BYTES, scales_later = scales_next + SCALE_BYTES;
     // Dense: one byte a group; thread i keeps that of group i.
-    auto scale_byte = [&](u64 from) -> u32 { return !FP4 && lane < NG ? p.ws[from + lane] : 0; };
-    u32 byte_now = first_task < end_task ? scale_byte(start(first_task)) : 0, byte_next = 0;
+    auto scale_byte = [&](u64 from) -> u32 { return !FP4 && lane < NG ? p.ws[from + lane * WK] : 0; };
+    u32 byte_now = first_task < end_task ? scale_byte(start(k)) : 0, byte_next = 0;
     // The next step to be copied: of task `ahead`, which starts at `from`.
     int ahead = first_task;
+    Task k_ahead = k;
     u64 from = 0;
 #pragma unroll
     for (int d = 0; d < DEPTH; d++) {
-        if (d % STEPS == 0) {
-            ahead = first_task + d / STEPS;
-            if (ahead < end_task) from = start(ahead);
-        }
+        if (d && d % STEPS == 0) ahead++, k_ahead.next(sets);
         if (ahead < end_task) {
+            if (d % STEPS == 0) {
+                from = start(k_ahead);
+                copy_scales(from, d ? scales_next : scales_now);
+            }
             copy_step(from, mine + d * STEP_BYTES, d % STEPS);
-            if (d % STEPS == 0) copy_scales(from, d ? scales_next : scales_now);
         }
         commit();
     }
@@ -553,70 +582,82 @@ stream_kernel(const __grid_constant__ Params p) {
     if (FP4) launch_dependents();
 
     Rows rows;
-    u32 ring_at = 0;
-    int held = -1;  // what the rows in registers belong to
-    if (UP) load_rows(rows, p, row_tile, wk * NG, g, t);
-    for (int task = first_task; task < end_task; task++) {
+    Picks picks;
+    int held = -1, held_picks = -1;  // what the rows and the picks in registers belong to
+    if (UP) load_rows(rows, p, row_tile, wk, g, t);
+    u32 ring_at = mine;
+    Step next;
+    wait_copies<DEPTH - 1>();
+    if (FP4) __syncwarp();  // scales are other threads' copies
+    next.load(ring_at, scales_now + g * 4);
+    for (int task = first_task; task < end_task; task++, k.next(sets)) {
         const int turn = task - first_task, slot = turn & 1;
-        const Task k = task_of(p, task, sets);
-        if (DOWN && held != k.place) {
-            quantise_rows(rows, p, row_tile, k.place, wk * NG, g, t);
-            held = k.place;
+        if (DOWN && held != k.outer) {
+            quantise_rows(rows, p, row_tile, k.outer, wk, g, t);
+            held = k.outer;
         }
         if (!FP4) {
-            const int block = p.block_units ? k.unit / p.block_units : 0;
-            if (held != block * SPLIT + k.part) {
-                load_rows(rows, p, row_tile, block * p.groups + (k.part * WK + wk) * NG, g, t);
-                held = block * SPLIT + k.part;
+            const int block = p.block_units ? k.set * WM / p.block_units : 0;
+            if (held != block * SPLIT + k.outer) {
+                load_rows(rows, p, row_tile, block * p.groups + k.outer * WK * NG + wk, g, t);
+                held = block * SPLIT + k.outer;
+            }
+            if (task + 1 < end_task) {
+                Task following = k;
+                following.next(sets);
+                byte_next = scale_byte(start(following));
             }
         }
-        if (task + 1 < end_task) byte_next = scale_byte(start(task + 1));
         float acc[2][4] = {};
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
-            wait_copies<DEPTH - 1>();
-            if (FP4 && step == 0) __syncwarp();  // scales are other threads' copies
-#pragma unroll
-            for (int i = step * ST; i < (step + 1) * ST; i++) {
-                const u32 at = mine + ring_at + (i - step * ST) * CODE_BYTES;
-                uint4 q = load_shared16(at);
-                if (FP4) {
-                    u32 scales = load_shared4(scales_now + i * 32 + g * 4);
-                    multiply_fp4(acc, q, scales, rows.x[i], rows.s[BF16_ROWS || FOLD ? 0 : i][0], rows.s[BF16_ROWS || FOLD ? 0 : i][1]);
-                } else {
-                    uint4 second = load_shared16(at + 512);
-                    float scale = __uint_as_float(__shfl_sync(~0u, byte_now, i) << 23);
-                    float s0 = BF16_ROWS ? 1.f : rows.s[BF16_ROWS || FOLD ? 0 : i][0];
-                    float s1 = BF16_ROWS ? 1.f : rows.s[BF16_ROWS || FOLD ? 0 : i][1];
-                    multiply_fp8(acc[0], q, scale, rows.x[i], s0, s1);
-                    multiply_fp8(acc[1], second, scale, rows.x[i], s0, s1);
-                }
-            }
-            // The step that comes DEPTH later takes the place of this one.
+            // What was read in the turn before is multiplied now. The step that comes DEPTH later
+            // takes its place, and the next one is read.
+            const Step now = next;
             const int step_ahead = (step + DEPTH) % STEPS;
-            if (step_ahead == 0 && ++ahead < end_task) from = start(ahead);
+            if (step_ahead == 0 && ++ahead < end_task) k_ahead.next(sets), from = start(k_ahead);
             if (ahead < end_task) {
-                copy_step(from, mine + ring_at, step_ahead);
+                copy_step(from, ring_at, step_ahead);
                 if (step_ahead == 0) copy_scales(from, scales_later);
             }
-            ring_at = ring_at + STEP_BYTES == DEPTH * STEP_BYTES ? 0 : ring_at + STEP_BYTES;
             commit();
+            ring_at = ring_at + STEP_BYTES == mine + DEPTH * STEP_BYTES ? mine : ring_at + STEP_BYTES;
+            wait_copies<DEPTH - 1>();
+            if (step + 1 < STEPS) {
+                next.load(ring_at, scales_now + (step + 1) * ST * 32 + g * 4);
+            } else {
+                if (FP4) __syncwarp();
+                next.load(ring_at, scales_next + g * 4);
+            }
+#pragma unroll
+            for (int j = 0; j < ST; j++) {
+                const int i = step * ST + j, si = BF16_ROWS || FOLD ? 0 : i;
+                const float s0 = BF16_ROWS ? 1.f : rows.s[si][0], s1 = BF16_ROWS ? 1.f : rows.s[si][1];
+                if (FP4) {
+                    multiply_fp4(acc, now.codes[j][0], now.scales[j], rows.x[i], s0, s1);
+                } else {
+                    const float scale = __uint_as_float(__shfl_sync(~0u, byte_now, i) << 23);
+                    multiply_fp8(acc[0], now.codes[j][0], scale, rows.x[i], s0, s1);
+                    multiply_fp8(acc[1], now.codes[j][FP4 ? 0 : 1], scale, rows.x[i], s0, s1);
+                }
+            }
         }
         const u32 freed = scales_now;
         scales_now = scales_next, scales_next = scales_later, scales_later = freed;
+        byte_now = byte_next;
         if (FOLD) {
 #pragma unroll
             for (int i = 0; i < 8; i++) acc[i / 4][i % 4] *= rows.s[0][i & 1];
         }
-        byte_now = byte_next;
         if (WK > 1) {
             if (turn >= 2) barrier_wait(shared_address(&sh.empty[slot]), (turn >> 1) + 1 & 1);
             sh.part[slot][warp][0][lane] = make_float4(acc[0][0], acc[0][1], acc[0][2], acc[0][3]);
             sh.part[slot][warp][1][lane] = make_float4(acc[1][0], acc[1][1], acc[1][2], acc[1][3]);
             __syncwarp();
             if (lane == 0) barrier_arrive(shared_address(&sh.full[slot]));
-        } else if (k.unit + wm < p.units) {
-            finish(p, acc, row_tile, k.unit + wm, k.part, k.place, lane);
+        } else if (k.set * WM + wm < p.units) {
+            if (held_picks != k.outer) picks = load_picks(p, row_tile, k.outer, t), held_picks = k.outer;
+            finish(p, acc, row_tile, k.set * WM + wm, k.outer, picks, lane);
         }
     }
 }
