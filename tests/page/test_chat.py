@@ -5,6 +5,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from tests.server.conftest import Live
 
 from .conftest import Opened
@@ -242,6 +244,43 @@ def test_side_by_side(open_page: Callable[..., Opened]) -> None:
     assert len(texts) == 2 and texts[0] == texts[1]
     assert tab.page.locator(".versus article").nth(0).locator(".t.plain").count() > 10
     assert tab.page.locator(".versus article").nth(1).locator(".t.accepted").count() > 5
+    assert tab.complaints == []
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"temperature": "0"},
+        {"temperature": "0.7", "top_p": "0.9", "top_k": "20"},
+        {"temperature": "1.5", "min_p": "0.05", "rule": "block"},
+        {"presence_penalty": "0.5", "frequency_penalty": "0.5", "repetition_penalty": "1.2"},
+        {"logit_bias": "40: 2", "stop": "e"},
+        {"drafts": "2", "rule": "token"},
+    ],
+    ids=lambda setting: " ".join(setting),
+)
+def test_side_by_side_under_every_setting(
+    open_page: Callable[..., Opened], setting: dict[str, str]
+) -> None:
+    """Also where the page is told of a rule that has another text for each way: both are asked
+    by `coupled`."""
+    tab = open_page()
+    tab.toy.runner.strength = 6.0
+    tab.page.click("#compare")
+    for name, value in {"temperature": "1", "seed": "5", "max_tokens": "30", **setting}.items():
+        field = tab.page.locator(f"#p-{name}")
+        field.evaluate(
+            "field => { const fold = field.closest('details'); if (fold) fold.open = true; }"
+        )
+        if name == "rule":
+            field.select_option(value)
+        else:
+            field.fill(value)
+    tab.toy.say(TEXT)
+    tab.send()
+    tab.page.wait_for_selector(".verdict[data-equal]")
+    tab.finished()
+    assert tab.page.locator(".verdict").get_attribute("data-equal") == "true"
     assert tab.complaints == []
 
 
