@@ -1,4 +1,4 @@
-"""boundary.cu against the Triton kernel: on a GPU as it runs there, on a CPU in clusters of one."""
+"""boundary.cu against the Triton kernel: on a GPU as it runs there, on a CPU its source."""
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from tests.kernels.interpreter import DEVICE
 
 pytestmark = pytest.mark.skipif(not CAN_RUN, reason="needs a CUDA device, or g++")
 EPS = 1e-6
+CLUSTER = boundary.CLUSTER if DEVICE == "cuda" else 2
 
 
 def emulated(device, streams, picks, cluster, threads):
@@ -32,21 +33,22 @@ def operands(streams, hidden, picks, rows=8):
 
 
 def run(given, on=True):
-    with switched(boundary, on, emulated, CLUSTER=1):
+    with switched(boundary, on, emulated, CLUSTER=CLUSTER):
         out, u, rows = mhc.boundary(**given, norm_eps=EPS)
     return out, u, rows.codes, rows.scales.t()
 
 
 # (streams, hidden, picks)
 @pytest.mark.parametrize(
-    "shape", grid([(4, 96, 2), (2, 256, 0), (4, 4096, 6)], [(4, 5120, 6), (4, 5120, 0)])
+    "shape", grid([(4, 128, 2), (2, 256, 0), (4, 2048, 6)], [(4, 5120, 6), (4, 5120, 0)])
 )
 def test_as_the_triton_kernel(shape):
     given = operands(*shape)
     out, u, codes, scales = run(given)
     want, want_u, _, _ = run(given, False)
-    # The interpreter does not fuse products and sums.
-    assert (out == want).double().mean() >= (1.0 if DEVICE == "cuda" else 0.999)
+    # Products and sums may be fused otherwise.
+    same = (out == want).double().mean()
+    assert same >= 0.999, f"{same:.6f} of the streams are equal"
     assert (u == want_u).double().mean() >= 0.99
     torch.testing.assert_close(u.double(), want_u.double(), rtol=2.0**-6, atol=2.0**-7)
     rows = gemm.quantize_rows(u)

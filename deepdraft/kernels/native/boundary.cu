@@ -136,9 +136,10 @@ extern "C" __global__ void CLUSTER boundary_kernel(const __grid_constant__ Param
         Four to;
 #pragma unroll
         for (int i = 0; i < VALUES; i++) {
-            to.v[i] = coef[S + b] * y.v[i];
+            // The order in which the Triton kernel's products and sums are fused.
+            to.v[i] = fmaf(coef[S + b], y.v[i], coef[2 * S + b] * x[0].v[i]);
 #pragma unroll
-            for (int a = 0; a < S; a++) to.v[i] = fmaf(coef[2 * S + a * S + b], x[a].v[i], to.v[i]);
+            for (int a = 1; a < S; a++) to.v[i] = fmaf(coef[2 * S + a * S + b], x[a].v[i], to.v[i]);
         }
         uint2 bits = bits_of(to);
         to = four_of(bits);

@@ -33,8 +33,13 @@ inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 struct Index { int x, y; };
 
-constexpr int WARP = 32, MOST = 1024;
-alignas(128) u8 raw[SHARED_BYTES];
+#ifndef CL
+#define CL 1
+#endif
+constexpr int WARP = 32, MOST = 2560;
+static int current, threads;
+alignas(128) u8 shared[CL][(SHARED_BYTES + 127) / 128 * 128];   // of each block of a cluster
+#define raw shared[current / threads]
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
@@ -52,11 +57,11 @@ struct Fiber {
 struct Meeting { int arrived, turn; };
 static ucontext_t scheduler;
 static std::vector<Fiber> fibers;
-static int current, threads;
-static Index blockIdx, gridDim;
-static Meeting warps[MOST / WARP], block;
+static Index first_block, gridDim;
+static Meeting warps[MOST / WARP], blocks[CL], cluster;
 static u64 slots[MOST][8];
-#define threadIdx (Index{current, 0})
+#define threadIdx (Index{current % threads, 0})
+#define blockIdx (Index{first_block.x + current / threads, first_block.y})
 
 static void give_way() { swapcontext(&fibers[current].context, &scheduler); }
 static void meet(Meeting& m, int count) {
@@ -68,7 +73,7 @@ static void meet(Meeting& m, int count) {
     while (m.turn == turn) give_way();
 }
 static void __syncwarp() { meet(warps[current / WARP], WARP); }
-static void __syncthreads() { meet(block, threads); }
+static void __syncthreads() { meet(blocks[current / threads], threads); }
 
 static u64* of_lane(int lane) { return slots[current / WARP * WARP + lane]; }
 template <class T> T exchange(T mine, int lane) {

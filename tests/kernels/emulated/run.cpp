@@ -1,4 +1,4 @@
-// Runs every block of a launch, one after another.
+// Runs every block of a launch, or every cluster of CL blocks, one after another.
 #include "cuda.h"
 #include SOURCE
 
@@ -10,16 +10,17 @@ static void body() {
     give_way();
 }
 
-extern "C" int emulate(const Params* params, int blocks, int row_tiles, int count) {
+extern "C" int emulate(const Params* params, int grid, int row_tiles, int count) {
     given = params, threads = count;
-    gridDim = {blocks, row_tiles};
+    gridDim = {grid, row_tiles};
     for (int y = 0; y < row_tiles; y++)
-        for (int x = 0; x < blocks; x++) {
-            blockIdx = {x, y};
-            memset(raw, 0xFF, sizeof raw);
+        for (int x = 0; x < grid; x += CL) {
+            first_block = {x, y};
+            memset(shared, 0xFF, sizeof shared);
             memset(warps, 0, sizeof warps);
-            block = {0, 0};
-            fibers = std::vector<Fiber>(count);
+            memset(blocks, 0, sizeof blocks);
+            cluster = {0, 0};
+            fibers = std::vector<Fiber>(CL * count);
             for (Fiber& f : fibers) {
                 getcontext(&f.context);
                 f.stack.resize(64 << 10), f.done = false;
@@ -27,9 +28,9 @@ extern "C" int emulate(const Params* params, int blocks, int row_tiles, int coun
                 f.context.uc_stack.ss_size = f.stack.size();
                 makecontext(&f.context, body, 0);
             }
-            for (int left = count, rounds = 0; left > 0; rounds++) {
+            for (int left = CL * count, rounds = 0; left > 0; rounds++) {
                 if (rounds > 1000000) return 1;  // they wait for each other for ever
-                for (current = 0; current < count; current++) {
+                for (current = 0; current < CL * count; current++) {
                     if (fibers[current].done) continue;
                     swapcontext(&scheduler, &fibers[current].context);
                     left -= fibers[current].done;
