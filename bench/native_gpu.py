@@ -48,15 +48,17 @@ def variants(kind: str, cols: int, blocks: int = 1, rows: int = 0) -> Iterator[S
     for plan in fragments.stream_plans(kind, cols // 32):
         if blocks > 1 and rows // blocks // 32 % plan.down:
             continue
-        if kind == "fp8":
+        rings = (3, 4, 6, 12) if kind == "fp8" else (6, 8, 10, 20)
+        steps = divisors(plan.groups) if kind == "fp4" else [plan.step]
+        for step, ring in itertools.product(steps, rings):
+            depth = ring // step
+            if step > 3 or depth < 2 or (kind == "fp4" and ring > 2 * plan.groups):
+                continue
+            if kind == "fp8" and ring > 6 and plan.groups < 4:
+                continue
+            yield replace(plan, step=step, depth=depth, fold=int(kind == "fp4"))
+        if kind == "fp4":
             yield plan
-            yield replace(plan, depth=plan.depth // 2)
-            continue
-        for step in divisors(plan.groups):
-            if step <= 3:
-                own = replace(plan, step=step, depth=2 * plan.groups // step)
-                yield own
-                yield replace(own, fold=1)
 
 
 def product(x, w, blocks: int, i: int) -> object:

@@ -25,8 +25,9 @@ _MULTIPROCESSORS = 132
 """Of an H200: one block of 16 warps each, or two of 8, whose launches overlap."""
 _UNIT_GROUPS = 10
 """The most groups of a warp's unit: its rows are in registers."""
-_RING_GROUPS = 12
-"""FP8 groups in each warp's ring for which 16 of them fit into shared memory."""
+_RING_GROUPS = {"fp8": 6, "fp4": 10}
+"""Groups in each warp's ring: some 90 KB under way a multiprocessor. Much more only keeps other
+reads waiting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,10 @@ def stream_plans(kind: str, groups: int) -> Iterator[StreamPlan]:
         each, left = divmod(groups, across * split)
         if across > warps or left or not 0 < each <= _UNIT_GROUPS:
             continue
-        step = next(s for s in (3, 2, 4, 5, 7, 1) if each % s == 0)
-        depth = 2 * each // step if kind == "fp4" else _RING_GROUPS // step
+        step = next(s for s in (2, 3, 1) if each % s == 0)
+        depth = _RING_GROUPS[kind] // step
+        if kind == "fp4":
+            depth = min(depth, 2 * each // step)
         yield StreamPlan(each, step, across, warps // across, split, depth)
 
 

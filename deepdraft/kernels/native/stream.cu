@@ -14,7 +14,7 @@
 //   KIND   1 dense FP8 x FP8, 2 dense FP8 x bf16, 3 experts up, 4 experts down
 //   NG     groups of 32 columns of a warp's unit     ST     groups copied and waited for together
 //   WK WM  warps by columns and by rows              SPLIT  parts of the columns among blocks
-//   DEPTH  steps that a ring holds (experts: those of two units)
+//   DEPTH  steps that a ring holds (experts: those of two units at most)
 //   FOLD   experts: scales of rows go into the rows' halves, relative to the largest of a warp's
 //   OUT    dense: 0 bf16, 1 float32, 2 bf16 values quantised to FP8 in groups of 32
 //   SHARED_BYTES  of dynamic shared memory
@@ -38,7 +38,7 @@ constexpr int STEP_BYTES = ST * CODE_BYTES;
 constexpr int RING_BYTES = DEPTH * STEP_BYTES + 3 * SCALE_BYTES;
 constexpr int X_WORDS = BF16_ROWS || FOLD ? 4 : 2;          // of a group's row values in one thread
 static_assert(NG % ST == 0, "a step holds whole groups");
-static_assert(!FP4 || DEPTH == 2 * STEPS, "there is room for the scales of two units ahead");
+static_assert(!FP4 || DEPTH <= 2 * STEPS, "there is room for the scales of two units ahead");
 static_assert(FP4 || !FOLD, "dense products apply scales to sums");
 
 struct Params {
@@ -58,11 +58,13 @@ struct Params {
     int block_units;         // dense: units of a block of a block-diagonal map, 0: none
     int picks, places;
     float limit;
+    int early;               // launched programmatically: rings are filled before the rows are there
 };
 
 // ---- machine instructions (tests/kernels/emulated has their counterparts) ------------------
 
 #ifndef EMULATED
+extern __shared__ __align__(128) u8 raw[];
 __device__ __forceinline__ u32 shared_address(const void* p) {
     return (u32)__cvta_generic_to_shared(p);
 }
@@ -195,88 +197,75 @@ __device__ __forceinline__ void fold(Rows& r, const u32 (&codes)[NG][2], const f
 }
 #endif
 
-// Thread (g, t) of a warp holds columns 8 t .. 8 t + 7 of each group of row g, and the scales of
-// rows 2 t and 2 t + 1. Its groups are `first`, `first` + WK, ..: what the warps of a block read at a
-// time lies together.
-__device__ __forceinline__ void load_rows(Rows& r, const Params& p, int row_tile, int first, int g, int t) {
+// Row values as they lie in memory. Thread (g, t) of a warp reads columns 8 t .. 8 t + 7 of each
+// group of row g. Its groups are `first`, `first` + WK, ..: what the warps of a block read at a time
+// lies together.
+struct RawRows {
+    uint4 v[NG];   // 8 bf16 values; FP8: the first two words
+    float2 s[NG];  // FP8: scales of rows 2 t and 2 t + 1; folded: of row g
+};
+
+__device__ __forceinline__ void fetch_rows(RawRows& r, const Params& p, int row_tile, int place, int first, int g, int t) {
     u64 row = row_tile * 8 + g;
-    if (BF16_ROWS) {
-        const uint4* from = (const uint4*)((const u16*)p.x + row * p.x_width + first * 32 + 8 * t);
+    int slot = 0;
+    if (DOWN) {  // activations of a pick; a row without one counts as zeros
+        slot = p.slots[(row_tile * p.places + place) * 8 + g];
+        row = row * p.picks + max(slot, 0);
+    }
+    const u64 at = row * p.x_width + first * 32 + 8 * t;
 #pragma unroll
-        for (int i = 0; i < NG; i++) {
-            uint4 v = from[i * 4 * WK];
-            r.x[i][0] = v.x, r.x[i][1] = v.y, r.x[i][X_WORDS - 2] = v.z, r.x[i][X_WORDS - 1] = v.w;
+    for (int i = 0; i < NG; i++) {
+        r.v[i] = make_uint4(0, 0, 0, 0);
+        if (BF16_ROWS || DOWN) {
+            if (slot >= 0) r.v[i] = *(const uint4*)((const u16*)p.x + at + i * 32 * WK);
+        } else {
+            const uint2 two = *(const uint2*)((const u8*)p.x + at + i * 32 * WK);
+            const float* scales = p.xs + (u64)(first + i * WK) * p.rows + row_tile * 8;
+            r.v[i].x = two.x, r.v[i].y = two.y;
+            if (FOLD) r.s[i].x = scales[g];
+            else r.s[i] = *(const float2*)(scales + 2 * t);
         }
-        return;
     }
-    const uint2* from = (const uint2*)((const u8*)p.x + row * p.x_width + first * 32 + 8 * t);
-#if FOLD
-    u32 codes[NG][2];
-    float scale[NG];
-#pragma unroll
-    for (int i = 0; i < NG; i++) {
-        uint2 v = from[i * 4 * WK];
-        codes[i][0] = v.x, codes[i][1] = v.y;
-        scale[i] = p.xs[(u64)(first + i * WK) * p.rows + row];
-    }
-    fold(r, codes, scale, t);
-#else
-    const float2* scales = (const float2*)(p.xs + (u64)first * p.rows + row_tile * 8 + 2 * t);
-#pragma unroll
-    for (int i = 0; i < NG; i++) {
-        uint2 v = from[i * 4 * WK];
-        float2 s = scales[i * WK * (p.rows / 2)];
-        r.x[i][0] = v.x, r.x[i][1] = v.y;
-        r.s[BF16_ROWS ? 0 : i][0] = s.x * (FP4 ? 16384.f : 1.f);
-        r.s[BF16_ROWS ? 0 : i][1] = s.y * (FP4 ? 16384.f : 1.f);
-    }
-#endif
 }
 
-// The down product's rows: bf16 activations of a pick, quantised here in groups of 32 (the
-// arithmetic of gemv.quantize_groups). A row without a pick counts as zeros.
-__device__ __forceinline__ void quantise_rows(Rows& r, const Params& p, int row_tile, int place, int first, int g, int t) {
-    int slot = p.slots[(row_tile * p.places + place) * 8 + g];
-    u64 pick = (u64)(row_tile * 8 + g) * p.picks + max(slot, 0);
-    const uint4* from = (const uint4*)((const u16*)p.x + pick * p.x_width + first * 32 + 8 * t);
-#if FOLD
+__device__ __forceinline__ void take_rows(Rows& r, const RawRows& given, int t) {
     u32 codes[NG][2];
-    float scale_of_group[NG];
-#endif
+    float own_scale[NG];
 #pragma unroll
     for (int i = 0; i < NG; i++) {
-        uint4 v = make_uint4(0, 0, 0, 0);
-        if (slot >= 0) v = from[i * 4 * WK];
-        u32 words[4] = {v.x, v.y, v.z, v.w};
-        float f[8], most = 0.f;
+        const u32 words[4] = {given.v[i].x, given.v[i].y, given.v[i].z, given.v[i].w};
+        if (BF16_ROWS) {
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            f[2 * j] = bf16_value(words[j] & 0xFFFF);
-            f[2 * j + 1] = __uint_as_float(words[j] & 0xFFFF0000u);
-            most = fmaxf(most, fmaxf(fabsf(f[2 * j]), fabsf(f[2 * j + 1])));
+            for (int j = 0; j < 4; j++) r.x[i][j % X_WORDS] = words[j];
+            continue;
         }
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-        const u32 bits = scale_bits(most);
-        const float inverse = inverse_of(bits);
+        codes[i][0] = words[0], codes[i][1] = words[1], own_scale[i] = given.s[i].x;
+        if (DOWN) {  // quantised here in groups of 32: the arithmetic of gemv.quantize_groups
+            float f[8], most = 0.f;
 #pragma unroll
-        for (int j = 0; j < 2; j++) {
-            const u32 own = e4m3_codes(f[4 * j] * inverse, f[4 * j + 1] * inverse, f[4 * j + 2] * inverse, f[4 * j + 3] * inverse);
-#if FOLD
-            codes[i][j] = own;
-#else
-            r.x[i][j] = own;
+            for (int j = 0; j < 4; j++) {
+                f[2 * j] = bf16_value(words[j] & 0xFFFF), f[2 * j + 1] = __uint_as_float(words[j] & 0xFFFF0000u);
+                most = fmaxf(most, fmaxf(fabsf(f[2 * j]), fabsf(f[2 * j + 1])));
+            }
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+            const u32 bits = scale_bits(most);
+            const float inverse = inverse_of(bits);
+#pragma unroll
+            for (int j = 0; j < 2; j++)
+                codes[i][j] = e4m3_codes(f[4 * j] * inverse, f[4 * j + 1] * inverse, f[4 * j + 2] * inverse, f[4 * j + 3] * inverse);
+            own_scale[i] = __uint_as_float(bits);
+        }
+#if !FOLD
+        r.x[i][0] = codes[i][0], r.x[i][1] = codes[i][1];
+        const int si = BF16_ROWS ? 0 : i;
+        r.s[si][0] = DOWN ? __shfl_sync(~0u, own_scale[i], 8 * t) : given.s[i].x;
+        r.s[si][1] = DOWN ? __shfl_sync(~0u, own_scale[i], 8 * t + 4) : given.s[i].y;
+        if (FP4) r.s[si][0] *= 16384.f, r.s[si][1] *= 16384.f;
 #endif
-        }
+    }
 #if FOLD
-        scale_of_group[i] = __uint_as_float(bits);
-    }
-    fold(r, codes, scale_of_group, t);
-#else
-        float scale = __uint_as_float(bits) * 16384.f;
-        r.s[BF16_ROWS ? 0 : i][0] = __shfl_sync(~0u, scale, 8 * t);
-        r.s[BF16_ROWS ? 0 : i][1] = __shfl_sync(~0u, scale, 8 * t + 4);
-    }
+    fold(r, codes, own_scale, t);
 #endif
 }
 
@@ -469,7 +458,6 @@ struct Task {
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32 + (WK > 1 ? 32 : 0), WARPS <= 8 ? 2 : 1)
 stream_kernel(const __grid_constant__ Params p) {
-    extern __shared__ __align__(128) u8 raw[];
     Shared& sh = *(Shared*)raw;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, row_tile = blockIdx.y;
     const int sets = (p.units + WM - 1) / WM;
@@ -559,9 +547,21 @@ stream_kernel(const __grid_constant__ Params p) {
     };
     // Three places for scales, as those of a unit are read until its end: now, next, later.
     u32 scales_now = scale_ring, scales_next = scale_ring + SCALE_BYTES, scales_later = scales_next + SCALE_BYTES;
+    // Which rows a task multiplies, and where a warp's groups of them start.
+    auto block_of = [&](const Task& k) { return p.block_units ? k.set * WM / p.block_units : 0; };
+    auto rows_of = [&](const Task& k) { return UP ? 0 : DOWN ? k.outer : block_of(k) * SPLIT + k.outer; };
+    auto first_group = [&](const Task& k) { return FP4 ? wk : block_of(k) * p.groups + k.outer * WK * NG + wk; };
+    // Rows are asked for before the rings are filled, or they would wait behind all these bytes; but
+    // where the launch is early, they are not there yet.
+    const bool some = first_task < end_task;
+    RawRows raw_rows = {};
+    if (UP || !p.early) {
+        dependency_wait();
+        if (some) fetch_rows(raw_rows, p, row_tile, k.outer, first_group(k), g, t);
+    }
     // Dense: one byte a group; thread i keeps that of group i.
     auto scale_byte = [&](u64 from) -> u32 { return !FP4 && lane < NG ? p.ws[from + lane * WK] : 0; };
-    u32 byte_now = first_task < end_task ? scale_byte(start(k)) : 0, byte_next = 0;
+    u32 byte_now = some ? scale_byte(start(k)) : 0, byte_next = 0;
     // The next step to be copied: of task `ahead`, which starts at `from`.
     int ahead = first_task;
     Task k_ahead = k;
@@ -578,13 +578,17 @@ stream_kernel(const __grid_constant__ Params p) {
         }
         commit();
     }
-    if (!UP) dependency_wait();
+    if (!UP && p.early) {
+        dependency_wait();
+        if (some) fetch_rows(raw_rows, p, row_tile, k.outer, first_group(k), g, t);
+    }
     if (FP4) launch_dependents();
 
     Rows rows;
     Picks picks;
-    int held = -1, held_picks = -1;  // what the rows and the picks in registers belong to
-    if (UP) load_rows(rows, p, row_tile, wk, g, t);
+    // What the rows and the picks in registers belong to.
+    int held = rows_of(k), held_picks = -1;
+    take_rows(rows, raw_rows, t);
     u32 ring_at = mine;
     Step next;
     wait_copies<DEPTH - 1>();
@@ -592,16 +596,12 @@ stream_kernel(const __grid_constant__ Params p) {
     next.load(ring_at, scales_now + g * 4);
     for (int task = first_task; task < end_task; task++, k.next(sets)) {
         const int turn = task - first_task, slot = turn & 1;
-        if (DOWN && held != k.outer) {
-            quantise_rows(rows, p, row_tile, k.outer, wk, g, t);
-            held = k.outer;
+        if (held != rows_of(k)) {
+            fetch_rows(raw_rows, p, row_tile, k.outer, first_group(k), g, t);
+            take_rows(rows, raw_rows, t);
+            held = rows_of(k);
         }
         if (!FP4) {
-            const int block = p.block_units ? k.set * WM / p.block_units : 0;
-            if (held != block * SPLIT + k.outer) {
-                load_rows(rows, p, row_tile, block * p.groups + k.outer * WK * NG + wk, g, t);
-                held = block * SPLIT + k.outer;
-            }
             if (task + 1 < end_task) {
                 Task following = k;
                 following.next(sets);
@@ -618,7 +618,7 @@ stream_kernel(const __grid_constant__ Params p) {
             if (step_ahead == 0 && ++ahead < end_task) k_ahead.next(sets), from = start(k_ahead);
             if (ahead < end_task) {
                 copy_step(from, ring_at, step_ahead);
-                if (step_ahead == 0) copy_scales(from, scales_later);
+                if (step_ahead == 0) copy_scales(from, (step + DEPTH) / STEPS == 1 ? scales_next : scales_later);
             }
             commit();
             ring_at = ring_at + STEP_BYTES == mine + DEPTH * STEP_BYTES ? mine : ring_at + STEP_BYTES;

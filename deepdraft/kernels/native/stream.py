@@ -39,6 +39,7 @@ class _Params(ctypes.Structure):
         *((n, ctypes.c_int) for n in ("rows", "groups", "units", "x_width", "block_units")),
         *((n, ctypes.c_int) for n in ("picks", "places")),
         ("limit", ctypes.c_float),
+        ("early", ctypes.c_int),
     )
 
 
@@ -140,14 +141,16 @@ def _checked(*tensors: Tensor) -> torch.device:
 def _launch(
     device: torch.device, kind: int, w: Streamed, output: int, row_tiles: int, **fields: object
 ) -> None:
+    programmatic = programmatic_launch()
     params = _Params(
+        early=programmatic,
         w=w.values.data_ptr(), ws=w.scales.data_ptr(), groups=w.cols // 32,
         units=w.rows // 32, arrive=w.arrivals.data_ptr(),
         **{k: v.data_ptr() if isinstance(v, Tensor) else v for k, v in fields.items()},
     )  # fmt: skip
     kernel = _kernel(device, kind, w.plan, output)
     grid = _multiprocessors(device) * w.plan.blocks, row_tiles
-    kernel.launch(grid, params, programmatic=programmatic_launch())
+    kernel.launch(grid, params, programmatic=programmatic)
 
 
 def gemv(
