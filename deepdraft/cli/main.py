@@ -28,6 +28,9 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "tiny": ("deepdraft.cli.proof", "tiny", "Write a tiny checkpoint with random weights."),
     "selftest": ("deepdraft.cli.tools", "selftest", "Check this machine's arithmetic."),
     "kv": ("deepdraft.cli.kv", "kv", "A fleet's files, stored conversations, counters."),
+    "env": ("deepdraft.cli.adapters", "env", "Environments of other engines."),
+    "export": ("deepdraft.cli.adapters", "export", "Write a repository for another server."),
+    "triton": ("deepdraft.cli.adapters", "triton", "Run the bundled Triton server."),
     "bench": ("deepdraft.cli.tools", "bench", "Measure speed or start-up."),
 }
 

@@ -154,9 +154,10 @@ class Target:
             watch.start()
             path, body = self._request(ask)
             connection.request("POST", path, json.dumps(body), self._headers())
-            response = connection.getresponse()
-            self._check_status(response)
-            self._read(response, answer, begin, ask.max_tokens, late)
+            # A response that ends with its connection is not the connection's to close.
+            with connection.getresponse() as response:
+                self._check_status(response)
+                self._read(response, answer, begin, ask.max_tokens, late)
         except _Fault as fault:
             answer.fault, answer.message = fault.kind, str(fault)
         except (OSError, http.client.HTTPException, ValueError) as error:
