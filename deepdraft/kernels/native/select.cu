@@ -1,16 +1,19 @@
 // The K best scores of a row, ascending by place, sm_90: one block a row (kernels.index.select_top).
 //
-// Scores become integers in their order. Histograms of the range that is left (2,048 bins, at most
-// three rounds) find the K-th best; equal ones are taken from the front. Integer counts alone decide,
-// so the result is exact and the same as any other correct selection's.
-// Up to PER * THREADS scores are read once and stay in registers; more are read again each round.
+// The row is read once, into shared memory. A histogram of scores finds the bin of the K-th best, the
+// bin's few scores are compared with one another; where a bin holds many (equal or close ones),
+// histograms of what is left of the range follow. Equal scores are taken from the front. Integer
+// counts alone decide, so the result is exact and that of any other correct selection.
 //
-// Built once (deepdraft/kernels/native/build.py). SHARED_BYTES of dynamic shared memory.
+// Built once for each size of rows (deepdraft/kernels/native/build.py):
+//   PLACES  scores of a row, a multiple of 1,024   SHARED_BYTES of dynamic shared memory
+//
+// Letters: R rows.
 
 typedef unsigned int u32;
 typedef unsigned char u8;
 
-constexpr int THREADS = 1024, WARPS = 32, PER = 20, SPAN = PER * THREADS, BINS = 2 * THREADS;
+constexpr int THREADS = 1024, WARPS = 32, BINS = 2 * THREADS, BATCH = 8;
 
 struct Params {
     const float* scores;   // [R, capacity]
@@ -34,59 +37,181 @@ __device__ __forceinline__ void launch_dependents() {
 extern __shared__ __align__(128) u8 raw[];
 #endif
 
-// 0 where there is no score (-inf, NaN); the two zeros are one.
+// A score as an integer of the same order; 0 where there is none (-inf, NaN); the two zeros are one.
 __device__ __forceinline__ u32 key_of(float score) {
     if (!(score > -__uint_as_float(0x7F800000u))) return 0;
     u32 bits = score == 0.f ? 0 : __float_as_uint(score);
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
-
-__device__ __forceinline__ void load_keys(u32 (&keys)[PER], const float* scores, int begin, int length) {
-    float found[PER];
-#pragma unroll
-    for (int j = 0; j < PER; j++) {
-        int place = begin + j * THREADS + threadIdx.x;
-        found[j] = place < length ? scores[place] : -__uint_as_float(0x7F800000u);
-    }
-#pragma unroll
-    for (int j = 0; j < PER; j++) keys[j] = key_of(found[j]);
+__device__ __forceinline__ float score_of(u32 key) {
+    return __uint_as_float(key >> 31 ? key & 0x7FFFFFFFu : ~key);
 }
 
-// How many keys `wanted` there are; counts [PER, WARPS] becomes how many lie before each warp's.
-template <class Wanted>
-__device__ __forceinline__ int count_before(const u32 (&keys)[PER], int* counts, int* sums, Wanted wanted) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    __syncthreads();
+struct Shared {
+    u32* keys;       // [PLACES]
+    int* counts;     // [BINS]: of bins, then of what lies before each warp's places
+    u32* few;        // [THREADS]: keys of one bin
+    int* sums;       // [WARPS]
+    u32* found;      // [WARPS, 2]
+};
+
+// The bin of the `need`-th counted key from above; `need` becomes its rank among the bin's.
+__device__ __forceinline__ u32 find_bin(const Shared& s, int& need) {
+    const int t = threadIdx.x, warp = t / 32, lane = t % 32;
+    const int first = s.counts[2 * t], second = s.counts[2 * t + 1];
+    int above = first + second;
 #pragma unroll
-    for (int j = 0; j < PER; j++) {
-        int number = __popc(__ballot_sync(~0u, wanted(keys[j])));
-        if (lane == 0) counts[j * WARPS + warp] = number;
+    for (int by = 1; by < 32; by *= 2) {
+        int other = __shfl_sync(~0u, above, min(lane + by, 31));
+        if (lane + by < 32) above += other;
+    }
+    if (lane == 0) s.sums[warp] = above;
+    __syncthreads();
+    above -= first + second;
+#pragma unroll
+    for (int w = 1; w < WARPS; w++)
+        if (w > warp) above += s.sums[w];
+    if (above < need && above + second >= need) s.found[0] = 2 * t + 1, s.found[1] = above;
+    above += second;
+    if (above < need && above + first >= need) s.found[0] = 2 * t, s.found[1] = above;
+    __syncthreads();
+    need -= (int)s.found[1];
+    return s.found[0];
+}
+
+// Least and greatest of the block's values, and their number.
+__device__ __forceinline__ void extent(const Shared& s, u32& low, u32& high, int& number) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int by = 16; by > 0; by /= 2) {
+        low = min(low, __shfl_xor_sync(~0u, low, by));
+        high = max(high, __shfl_xor_sync(~0u, high, by));
+        number += __shfl_xor_sync(~0u, number, by);
     }
     __syncthreads();
-    int own = threadIdx.x < PER * WARPS ? counts[threadIdx.x] : 0, sum = own;
+    if (lane == 0) s.found[2 * warp] = low, s.found[2 * warp + 1] = high, s.sums[warp] = number;
+    __syncthreads();
+    number = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+        low = min(low, s.found[2 * w]), high = max(high, s.found[2 * w + 1]);
+        number += s.sums[w];
+    }
+    __syncthreads();
+}
+
+__device__ __forceinline__ void empty_bins(const Shared& s) {
+    s.counts[2 * threadIdx.x] = s.counts[2 * threadIdx.x + 1] = 0;
+    __syncthreads();
+}
+
+// The least key taken; `need` becomes how many of those equal to it are taken, 0: all.
+__device__ __forceinline__ u32 threshold(const Shared& s, int length, u32 low, u32 high, int& need) {
+    const int t = threadIdx.x;
+    // Scores spread over the bins as they are (their integers would crowd); infinity lies on top.
+    const float least = score_of(low), most = score_of(high);
+    const float per = high > low && most - least < 3e38f ? (BINS - 2) / (most - least) : 0.f;
+    auto bin_of = [&](u32 key) { return (u32)fminf((score_of(key) - least) * per, BINS - 1.f); };
+    bool left = per > 0.f;
+    if (left) {
+        empty_bins(s);
+        for (int place = t; place < length; place += THREADS)
+            if (u32 key = s.keys[place]) atomicAdd(s.counts + bin_of(key), 1);
+        __syncthreads();
+        const u32 bin = find_bin(s, need);
+        const int number = s.counts[bin];
+        __syncthreads();
+        if (t == 0) s.sums[0] = 0;
+        __syncthreads();
+        u32 of_bin_low = ~0u, of_bin_high = 0;
+        int seen = 0;
+        for (int place = t; place < length; place += THREADS) {
+            u32 key = s.keys[place];
+            if (key == 0 || bin_of(key) != bin) continue;
+            if (number <= THREADS) s.few[atomicAdd(s.sums, 1)] = key;
+            of_bin_low = min(of_bin_low, key), of_bin_high = max(of_bin_high, key), seen++;
+        }
+        __syncthreads();
+        if (number <= THREADS) {
+            if (t < number) {
+                const u32 key = s.few[t];
+                int above = 0, equal = 0;
+#pragma unroll 8
+                for (int i = 0; i < number; i++) above += s.few[i] > key, equal += s.few[i] == key;
+                if (above < need && above + equal >= need) {   // equal keys write the same
+                    s.found[0] = key;
+                    s.found[1] = above + equal == need ? 0 : need - above;
+                }
+            }
+            __syncthreads();
+            need = (int)s.found[1];
+            return s.found[0];
+        }
+        extent(s, of_bin_low, of_bin_high, seen);
+        low = of_bin_low, high = of_bin_high;
+    }
+    for (;;) {
+        const u32 range = high - low;
+        int shift = 0;
+        while (range >> shift >= BINS) shift++;
+        __syncthreads();
+        empty_bins(s);
+        for (int place = t; place < length; place += THREADS) {
+            u32 key = s.keys[place];
+            if (key >= low && key <= high) atomicAdd(s.counts + ((key - low) >> shift), 1);
+        }
+        __syncthreads();
+        const u32 bin = find_bin(s, need);
+        low += bin << shift;
+        high = min(high, low + (1u << shift) - 1);
+        if (s.counts[bin] == need) {
+            need = 0;
+            return low;
+        }
+        if (shift == 0) return low;
+    }
+}
+
+// How many keys are `wanted`; counts becomes how many lie before each warp's places.
+template <class Wanted>
+__device__ __forceinline__ int count_before(const Shared& s, int turns, Wanted wanted) {
+    const int t = threadIdx.x, warp = t / 32, lane = t % 32;
+    __syncthreads();
+    for (int j = 0; j < turns; j++) {
+        int number = __popc(__ballot_sync(~0u, wanted(s.keys[j * THREADS + t])));
+        if (lane == 0) s.counts[j * WARPS + warp] = number;
+    }
+    __syncthreads();
+    const bool here = 2 * t < turns * WARPS;
+    const int first = here ? s.counts[2 * t] : 0, own = here ? first + s.counts[2 * t + 1] : 0;
+    int sum = own;
 #pragma unroll
     for (int by = 1; by < 32; by *= 2) {
         int other = __shfl_sync(~0u, sum, max(lane - by, 0));
         if (lane >= by) sum += other;
     }
-    if (lane == 31) sums[warp] = sum;
+    if (lane == 31) s.sums[warp] = sum;
     __syncthreads();
     int before = 0, total = 0;
-    for (int w = 0; w < PER; w++) {
-        if (w < warp) before += sums[w];
-        total += sums[w];
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+        if (w < warp) before += s.sums[w];
+        total += s.sums[w];
     }
-    if (threadIdx.x < PER * WARPS) counts[threadIdx.x] = before + sum - own;
+    if (here) s.counts[2 * t] = before + sum - own, s.counts[2 * t + 1] = before + sum - own + first;
     __syncthreads();
     return total;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) select_kernel(const __grid_constant__ Params p) {
-    int* histogram = (int*)raw;              // [BINS]; later counts of ranks
-    int* sums = histogram + BINS;            // [WARPS]
-    u32* found = (u32*)(sums + WARPS);       // [WARPS, 2]
+    Shared s;
+    s.keys = (u32*)raw;
+    s.counts = (int*)(s.keys + PLACES);
+    s.few = (u32*)(s.counts + BINS);
+    s.sums = (int*)(s.few + THREADS);
+    s.found = (u32*)(s.sums + WARPS);
     const int row = blockIdx.y, t = threadIdx.x, warp = t / 32, lane = t % 32;
-    launch_dependents();
+    launch_dependents();   // what follows may start to wait
     dependency_wait();
     const int reach = p.reach[row], base = p.base[row];
     const int length = min(p.capacity, (p.length[row] * p.mul + p.div - 1) / p.div);
@@ -102,107 +227,52 @@ extern "C" __global__ void __launch_bounds__(THREADS) select_kernel(const __grid
         return;
     }
     const float* scores = p.scores + (long long)row * p.capacity;
-    const bool once = length <= SPAN;
-    u32 keys[PER];
-    load_keys(keys, scores, 0, length);
-
-    // Least and greatest key, and how many there are.
+    const int turns = (length + THREADS - 1) / THREADS;
     u32 low = ~0u, high = 0;
     int valid = 0;
-    for (int begin = 0; begin < length; begin += SPAN) {
-        if (begin) load_keys(keys, scores, begin, length);
+    for (int j = 0; j < turns; j += BATCH) {
+        float found[BATCH];
 #pragma unroll
-        for (int j = 0; j < PER; j++)
-            if (keys[j]) low = min(low, keys[j]), high = max(high, keys[j]), valid++;
-    }
+        for (int i = 0; i < BATCH; i++) {
+            int place = (j + i) * THREADS + t;
+            found[i] = place < length ? scores[place] : -__uint_as_float(0x7F800000u);
+        }
 #pragma unroll
-    for (int by = 16; by > 0; by /= 2) {
-        low = min(low, __shfl_xor_sync(~0u, low, by));
-        high = max(high, __shfl_xor_sync(~0u, high, by));
-        valid += __shfl_xor_sync(~0u, valid, by);
+        for (int i = 0; i < BATCH; i++) {
+            if (j + i >= turns) continue;
+            u32 key = key_of(found[i]);
+            s.keys[(j + i) * THREADS + t] = key;
+            if (key) low = min(low, key), high = max(high, key), valid++;
+        }
     }
-    if (lane == 0) found[2 * warp] = low, found[2 * warp + 1] = high, sums[warp] = valid;
-    __syncthreads();
-    valid = 0;
-    for (int w = 0; w < WARPS; w++)
-        low = min(low, found[2 * w]), high = max(high, found[2 * w + 1]), valid += sums[w];
-
-    // Which keys are taken: those from `low` on, or those above it and the first `need` equal ones.
+    extent(s, low, high, valid);
     int need = p.picks;
-    bool ties = false;
-    if (valid <= p.picks) {
-        low = 1;
-    } else {
-        for (;;) {
-            u32 range = high - low;
-            int shift = 0;
-            while (range >> shift >= BINS) shift++;
-            __syncthreads();
-            histogram[2 * t] = histogram[2 * t + 1] = 0;
-            __syncthreads();
-            for (int begin = 0; begin < length; begin += SPAN) {
-                if (!once) load_keys(keys, scores, begin, length);
-#pragma unroll
-                for (int j = 0; j < PER; j++)
-                    if (keys[j] >= low && keys[j] <= high) atomicAdd(histogram + ((keys[j] - low) >> shift), 1);
-            }
-            __syncthreads();
-            // Keys in bins above this thread's two.
-            int first = histogram[2 * t], second = histogram[2 * t + 1], above = first + second;
-#pragma unroll
-            for (int by = 1; by < 32; by *= 2) {
-                int other = __shfl_sync(~0u, above, min(lane + by, 31));
-                if (lane + by < 32) above += other;
-            }
-            if (lane == 0) sums[warp] = above;
-            __syncthreads();
-            above -= first + second;
-            for (int w = warp + 1; w < WARPS; w++) above += sums[w];
-            if (above < need && above + second >= need) found[0] = 2 * t + 1, found[1] = above;
-            above += second;
-            if (above < need && above + first >= need) found[0] = 2 * t, found[1] = above;
-            __syncthreads();
-            u32 bin = found[0];
-            need -= (int)found[1];
-            low += bin << shift;
-            high = min(high, low + (1u << shift) - 1);
-            if (histogram[bin] == need) break;
-            if (shift == 0) {
-                ties = true;
-                break;
-            }
+    u32 least = 1;
+    if (valid <= p.picks)
+        need = 0;
+    else
+        least = threshold(s, length, low, high, need);
+    const u32 lanes_before = (1u << lane) - 1;
+    if (need > 0) {
+        auto equal = [least](u32 key) { return key == least; };
+        count_before(s, turns, equal);
+        for (int j = 0; j < turns; j++) {
+            u32& key = s.keys[j * THREADS + t];
+            int rank = s.counts[j * WARPS + warp] + __popc(__ballot_sync(~0u, equal(key)) & lanes_before);
+            if (equal(key) && rank >= need) key = 0;
         }
     }
-
-    int total = 0, equal_before = 0;
-    for (int begin = 0; begin < length; begin += SPAN) {
-        if (!once) load_keys(keys, scores, begin, length);
-        const u32 lanes_before = (1u << lane) - 1;
-        if (ties) {
-            auto equal = [low](u32 key) { return key == low; };
-            int number = count_before(keys, histogram, sums, equal);
-#pragma unroll
-            for (int j = 0; j < PER; j++) {
-                int rank = histogram[j * WARPS + warp];
-                rank += __popc(__ballot_sync(~0u, equal(keys[j])) & lanes_before);
-                if (equal(keys[j]) && equal_before + rank >= need) keys[j] = 0;
-            }
-            equal_before += number;
+    auto best = [least](u32 key) { return key >= least; };
+    const int total = count_before(s, turns, best);
+    for (int j = 0; j < turns; j++) {
+        const u32 key = s.keys[j * THREADS + t];
+        const int rank = s.counts[j * WARPS + warp] + __popc(__ballot_sync(~0u, best(key)) & lanes_before);
+        if (best(key)) {
+            int entry = j * THREADS + t;
+            if (p.blocks)
+                entry = p.blocks[(long long)row * p.keep + entry / p.block] * p.block + entry % p.block;
+            entries[rank] = entry, address[rank] = entry + base;
         }
-        auto best = [low](u32 key) { return key >= low; };
-        int taken = count_before(keys, histogram, sums, best);
-#pragma unroll
-        for (int j = 0; j < PER; j++) {
-            int rank = histogram[j * WARPS + warp];
-            rank += __popc(__ballot_sync(~0u, best(keys[j])) & lanes_before);
-            if (best(keys[j])) {
-                int entry = begin + j * THREADS + t, k = total + rank;
-                if (p.blocks)
-                    entry = p.blocks[(long long)row * p.keep + entry / p.block] * p.block + entry % p.block;
-                entries[k] = entry, address[k] = entry + base;
-            }
-        }
-        total += taken;
     }
     if (t == 0) p.counts[row] = total;
     for (int k = total + t; k < p.picks; k += THREADS) entries[k] = address[k] = -1;

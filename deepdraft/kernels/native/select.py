@@ -17,9 +17,9 @@ from deepdraft.kernels.native import build
 from deepdraft.kernels.runtime import programmatic_launch
 
 THREADS = 1024
-MOST = 1 << 17
-"""Scores of a row that one block selects from."""
-MACROS = {"SHARED_BYTES": 4 * (2 * THREADS + 32 + 64)}
+MOST = 48 * THREADS
+"""Scores of a row that one block selects from: they fit into shared memory."""
+_STEP = 8 * THREADS
 _enabled = False
 
 
@@ -44,12 +44,21 @@ def enabled() -> bool:
     return _enabled
 
 
+def macros(most: int) -> dict[str, int]:
+    """Macros of the variant for rows of so many scores."""
+    return {"PLACES": most, "SHARED_BYTES": _shared_bytes(most)}
+
+
+def _shared_bytes(most: int) -> int:
+    return 4 * (most + 3 * THREADS + 3 * 32)
+
+
 @functools.cache
-def _kernel(device: torch.device) -> build.Kernel:
-    code = build.cubin("select.cu", MACROS, "sm_90a")
+def _kernel(device: torch.device, most: int) -> build.Kernel:
+    code = build.cubin("select.cu", macros(most), "sm_90a")
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # the context exists
-        shared = MACROS["SHARED_BYTES"]
+        shared = _shared_bytes(most)
         return build.Kernel(code, "select_kernel", threads=THREADS, shared=shared)
 
 
@@ -67,5 +76,5 @@ def select(
         capacity=capacity, picks=entries.shape[1], skip=skip, mul=mul, div=div,
         keep=0 if blocks is None else blocks[0].shape[1], block=1 if blocks is None else blocks[1],
     )  # fmt: skip
-    kernel = _kernel(scores.device)
+    kernel = _kernel(scores.device, -(-capacity // _STEP) * _STEP)
     kernel.launch((1, rows), params, programmatic=programmatic_launch())
