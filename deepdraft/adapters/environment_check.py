@@ -6,6 +6,8 @@ the environments are run.
 """
 
 import ctypes.util
+import datetime
+import json
 import os
 import shutil
 import socket
@@ -25,6 +27,7 @@ from deepdraft.adapters.environments import (
     inspect,
     read_record,
 )
+from deepdraft.errors import ConfigError
 
 Level = Literal["ok", "warning", "error"]
 COMPAT = Path(__file__).with_name("compat.toml")
@@ -271,6 +274,26 @@ def read_compat(path: Path = COMPAT) -> dict[str, dict[str, str]]:
         return tomllib.loads(path.read_text())
     except FileNotFoundError:
         return {}
+
+
+def record_passed(environment: Environment, job: str, path: Path = COMPAT) -> dict[str, str]:
+    """Writes the versions of an environment, whose job has passed, into `path`."""
+    state = inspect(environment)
+    if not state.whole:
+        raise ConfigError(f"{environment.name} is not as pinned: {'; '.join(state.lines())}")
+    libc = os.confstr("CS_GNU_LIBC_VERSION") or "none"
+    entry = {
+        **tested_tuple(environment, state),
+        "glibc": libc.split()[-1],
+        "job": job,
+        "date": datetime.date.today().isoformat(),
+    }
+    table = {**read_compat(path), environment.name: entry}
+    lines = ["# Versions that ran together; written by `deepdraft env record` after a job passed."]
+    for name, own in sorted(table.items()):
+        lines += ["", f"[{name}]", *(f"{key} = {json.dumps(own[key])}" for key in own)]
+    path.write_text("\n".join(lines) + "\n")
+    return entry
 
 
 def tested_tuple(environment: Environment, state: State) -> dict[str, str]:

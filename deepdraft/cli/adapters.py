@@ -74,6 +74,18 @@ def env_doctor(names: tuple[str, ...], as_json: bool) -> int:
     return 1 if any(check.level == "error" for check in found) else 0
 
 
+@env.command("record", hidden=True)
+@click.argument("name", type=click.Choice(_ENVIRONMENTS))
+@click.argument("job")
+def env_record(name: str, job: str) -> int:
+    """Note in compat.toml that JOB has passed with the environment NAME."""
+    from deepdraft.adapters.environment_check import record_passed
+    from deepdraft.adapters.environments import ready
+
+    click.echo(json.dumps(record_passed(ready(name), job)))
+    return 0
+
+
 @env.command("path")
 @click.argument("name", type=click.Choice(_ENVIRONMENTS))
 def env_path(name: str) -> int:

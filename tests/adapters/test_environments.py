@@ -225,8 +225,10 @@ def test_versions_against_those_tested(
     compat = tmp_path / "compat.toml"
     told = environment_check.tested_tuple(toy, state)
     assert told["aaa"] == "1.0" and told["torch"] == "9.1+cpu"
-    lines = [f'{k} = "{v}"' for k, v in {**told, "date": "d", "job": "make x"}.items()]
-    compat.write_text("[toy]\n" + "\n".join(lines) + "\n")
+    monkeypatch.setattr(environment_check, "inspect", lambda environment: state)
+    assert environment_check.record_passed(toy, "make x", compat)["job"] == "make x"
+    environment_check.record_passed(ENVIRONMENTS["triton"], "make y", compat)
+    assert set(environment_check.read_compat(compat)) == {"toy", "triton"}
     good = environment_check.read_compat(compat)
     monkeypatch.setattr(environment_check, "read_compat", lambda: good)
     assert next(environment_check._compat(toy, state)).level == "ok"

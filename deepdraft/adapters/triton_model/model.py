@@ -12,10 +12,10 @@ import threading
 import time
 
 import numpy as np
-import triton_python_backend_utils as pb_utils
+import triton_python_backend_utils as pb_utils  # pyrefly: ignore[missing-import]
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-import engine_stream
+import engine_stream  # pyrefly: ignore[missing-import]
 
 _LOOK_S = 0.02
 _CODES = {

