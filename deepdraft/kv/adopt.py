@@ -15,7 +15,7 @@ from deepdraft.kv.store import CheckpointData, Chunk
 
 def known_chunks(cache: KvCache, manifest: Manifest) -> list[Chunk | int]:
     """For each chunk of a peer's manifest the same chunk here, held once more, or -1."""
-    keys = cache.chunk_keys(manifest.token_array) if manifest.exact else []
+    keys = cache.chunk_keys(manifest.token_ids) if manifest.exact else []
     refs = manifest.all_chunks()
     out: list[Chunk | int] = [-1] * len(refs)
     with cache.lock:
@@ -34,7 +34,7 @@ def adopt(cache: KvCache, manifest: Manifest, parts: Sequence[int | Chunk]) -> i
     order a reserved slot whose bytes have the manifest's digest, or one of `known_chunks`, whose
     hold is taken over.
     """
-    keys = cache.chunk_keys(manifest.token_array) if manifest.exact else []
+    keys = cache.chunk_keys(manifest.token_ids) if manifest.exact else []
     free = iter(parts)
 
     def chunks(refs: Sequence[ChunkRef], names: Sequence[bytes] = ()) -> list[Chunk]:

@@ -33,7 +33,7 @@ from deepdraft.kv.plan import (
     best_first,
     plans,
 )
-from deepdraft.kv.prefix import TOKEN_BYTES, PrefixIndex, common_prefix, token_bytes
+from deepdraft.kv.prefix import TOKEN_BYTES, PrefixIndex, common_prefix, token_array, token_bytes
 from deepdraft.kv.reuse import Hit, Resumed, WindowRebuilder, covers, label_of, match_of, worth
 from deepdraft.kv.settings import StoreSettings
 from deepdraft.kv.slab import Slab
@@ -114,7 +114,7 @@ class KvCache:
     def _wanted(self, num_tokens: int) -> Wanted:
         return Wanted(num_tokens, self.mode, self.reuse, self.drafter, self.rebuilder is not None)
 
-    def _plans(self, token_ids: Sequence[int]) -> list[Plan]:
+    def _plans(self, token_ids: Sequence[int] | np.ndarray) -> list[Plan]:
         wanted = self._wanted(len(token_ids))
         found: list[Plan] = []
         for exact, index in self.index.items():
@@ -123,7 +123,7 @@ class KvCache:
         least = self.settings.min_tokens
         return best_first([p for p in found if len(token_ids) - p.rows >= least])
 
-    def saved(self, token_ids: Sequence[int], manifest: Manifest | None = None) -> int:
+    def saved(self, token_ids: Sequence[int] | np.ndarray, manifest: Manifest | None = None) -> int:
         """Tokens of this request that need not be computed, from what is here; with a manifest
         from what a peer has instead."""
         n = len(token_ids)
@@ -217,7 +217,7 @@ class KvCache:
     def _fill(self, hit: Hit, token_ids: list[int], state: SequenceState) -> None:
         plan, layout = hit.plan, self.layout
         infos, read, tokens, per = self._reader(hit.entry)
-        if tokens[: len(token_ids)] != token_ids:
+        if not np.array_equal(tokens[: len(token_ids)], token_array(token_ids)):
             raise StateError("the hit belongs to another request: the tokens differ")
         blocks = layout.num_blocks(plan.position)
         for number, first in enumerate(range(0, blocks, per)):
@@ -247,7 +247,7 @@ class KvCache:
 
     def _reader(
         self, entry: Entry | SnapshotFile
-    ) -> tuple[list[tuple[Checkpoint, int]], Callable[[int], np.ndarray], list[int], int]:
+    ) -> tuple[list[tuple[Checkpoint, int]], Callable[[int], np.ndarray], np.ndarray, int]:
         """Checkpoints with their chunk counts, a checked read of chunk i, tokens, blocks a
         chunk."""
         if isinstance(entry, SnapshotFile):
@@ -363,7 +363,7 @@ class KvCache:
 
     def _collect(self, state: SequenceState, captured: list[CheckpointData]) -> Entry | None:
         """Copy what is new into the slab and make the entry; on an error nothing is held."""
-        tokens = list(state.token_ids)
+        tokens = token_array(state.token_ids)
         exact = state.origin != "encoder-replayed"
         n, now = len(tokens), codec.checkpoint_of(self.layout, state)
         mine = {c.info.position: c for c in captured}
@@ -390,7 +390,7 @@ class KvCache:
         return self.memory.add(tokens, exact=exact, chunks=chunks, checkpoints=kept)
 
     def _adopted(
-        self, tokens: list[int], exact: bool, mine: dict[int, CheckpointData]
+        self, tokens: np.ndarray, exact: bool, mine: dict[int, CheckpointData]
     ) -> list[CheckpointData]:
         """Checkpoints that other entries hold on this conversation's path, held once more.
 
@@ -416,7 +416,7 @@ class KvCache:
                 self.memory.hold(checkpoint.chunks)
         return list(found.values())
 
-    def _global_chunks(self, state: SequenceState, tokens: list[int], exact: bool) -> list[Chunk]:
+    def _global_chunks(self, state: SequenceState, tokens: np.ndarray, exact: bool) -> list[Chunk]:
         layout, per = self.layout, self.settings.chunk_blocks
         blocks = layout.num_blocks(len(tokens))
         keys = self.chunk_keys(tokens) if exact else []

@@ -19,18 +19,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
+import numpy as np
+from blake3 import blake3
 
 from deepdraft.kv import wire
 from deepdraft.kv.adopt import adopt, known_chunks
 from deepdraft.kv.cache import KvCache
 from deepdraft.kv.directory import Record
 from deepdraft.kv.errors import SnapshotError, StoreFull
-from deepdraft.kv.prefix import common_prefix, token_bytes
-from deepdraft.kv.snapshot import ChunkRef, Manifest, decode_manifest, digest
+from deepdraft.kv.prefix import common_prefix, token_array, token_bytes
+from deepdraft.kv.snapshot import ChunkRef, Manifest, decode_manifest
 from deepdraft.kv.store import Chunk
 from deepdraft.kv.transfer import TransferSettings, authenticate, check_address
 from deepdraft.telemetry import Counters
@@ -51,6 +53,8 @@ Outcome = Literal[
 ]
 WINDOW = 2
 """Chunks asked for ahead on one connection."""
+PART_BYTES = 1 << 20
+"""Of a chunk that is handed to the checking thread, so that little is left to check at the end."""
 CHUNKS_PER_LINK = 4
 """A further connection pays from so many chunks on."""
 
@@ -90,7 +94,7 @@ class Fetcher:
         tls: ssl.SSLContext | None = None,
         fleet_key: bytes | None = None,
         settings: TransferSettings | None = None,
-        worth_it: Callable[[Manifest, Sequence[int]], bool] = lambda wanted, tokens: True,
+        worth_it: Callable[[Manifest, np.ndarray], bool] = lambda wanted, tokens: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`worth_it(wanted, token_ids)`: fetching these chunks beats computing their tokens."""
@@ -156,6 +160,7 @@ class Fetcher:
                     wire.PROTOCOL, self.cache.expected, key, record.epoch, record.sequence, nonce
                 )
             )
+            tokens = token_array(token_ids)  # while the owner makes the manifest
             opened = link.reply()
             if isinstance(opened, wire.Refused):
                 known = ("miss", "stale", "incompatible", "busy")
@@ -170,10 +175,10 @@ class Fetcher:
             )
             if manifest.chunk_blocks != self.cache.settings.chunk_blocks:
                 raise _Refused("incompatible")
-            wanted, indices = shorten(manifest, token_ids)
+            wanted, indices = shorten(manifest, tokens)
             if wanted is None:
                 raise _Refused("miss")
-            if not self.worth_it(wanted, token_ids):
+            if not self.worth_it(wanted, tokens):
                 raise _Refused("too_slow")
             return self._take(peer, link, opened.token, wanted, indices)
         finally:
@@ -232,11 +237,12 @@ def _ask(link: wire.Link, message: wire.Request) -> wire.Reply:
 
 @dataclass(slots=True)
 class _Piece:
-    """A chunk, its number in the peer's order, and where it goes."""
+    """A chunk, its number in the peer's order, where it goes, and its digest so far."""
 
     index: int
     ref: ChunkRef
     into: memoryview
+    hash: blake3 = field(default_factory=blake3)
 
 
 class _Reading:
@@ -251,9 +257,10 @@ class _Reading:
     ) -> None:
         self.settings, self.first, self.join = settings, first, join
         self.work = deque(work)
+        self.unverified = len(work)
         more = min(settings.connections, len(work) // CHUNKS_PER_LINK) - 1
         self.num_more = max(0, more)
-        self.arrived: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
+        self.arrived: queue.SimpleQueue[tuple[_Piece, int] | None] = queue.SimpleQueue()
         self.links = [first]
         self.lock = threading.Lock()
         self.error: Exception | None = None
@@ -277,7 +284,7 @@ class _Reading:
             link.close()
         if self.error is not None:
             raise self.error
-        assert not self.work, f"{len(self.work)} chunks were not read"
+        assert not self.unverified, f"{self.unverified} chunks were not read and verified"
 
     def _thread(self, target: Callable[[], None]) -> threading.Thread:
         def run() -> None:
@@ -330,8 +337,9 @@ class _Reading:
                 raise SnapshotError(f"the peer stopped: {reply.reason[:20]}")
             if reply != wire.Data(piece.index, len(piece.into)):
                 raise SnapshotError("the peer sent another chunk than was asked for")
-            link.fill(piece.into)
-            self.arrived.put(piece)
+            for at in range(0, len(piece.into), PART_BYTES):
+                link.fill(piece.into[at : at + PART_BYTES])
+                self.arrived.put((piece, at))
             if renew and time.monotonic() - self.renewed > self.settings.renew_s:
                 self.renewed = time.monotonic()
                 link.send(wire.Renew())
@@ -341,15 +349,22 @@ class _Reading:
             return self.work.popleft() if self.work else None
 
     def _check(self) -> None:
-        while (piece := self.arrived.get()) is not None:
-            if digest(piece.into) != piece.ref.digest:
+        while (arrived := self.arrived.get()) is not None:
+            piece, at = arrived
+            piece.hash.update(piece.into[at : at + PART_BYTES])
+            if at + PART_BYTES < len(piece.into):
+                continue
+            if piece.hash.digest() != piece.ref.digest:
                 raise SnapshotError(f"chunk {piece.index} came damaged")
+            self.unverified -= 1
 
 
-def shorten(manifest: Manifest, token_ids: Sequence[int]) -> tuple[Manifest | None, list[int]]:
+def shorten(
+    manifest: Manifest, token_ids: Sequence[int] | np.ndarray
+) -> tuple[Manifest | None, list[int]]:
     """The part of a snapshot that a request can use, as a manifest of its own, and the places of
     its chunks in the whole one. Whole chunks only; None where nothing is shared."""
-    shared = common_prefix(token_bytes(manifest.token_array), token_bytes(token_ids))
+    shared = common_prefix(token_bytes(manifest.token_ids), token_bytes(token_ids))
     if not shared:
         return None, []
     size = manifest.chunk_blocks * manifest.layout.block_tokens

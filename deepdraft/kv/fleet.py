@@ -19,6 +19,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+
 from deepdraft.errors import ConfigError
 from deepdraft.kv.cache import KvCache
 from deepdraft.kv.costs import Costs
@@ -180,7 +182,7 @@ class Fleet:
             self.costs.note_fetch(fetched.num_bytes, fetched.seconds)
         return fetched
 
-    def _worth_it(self, wanted: Manifest, token_ids: Sequence[int]) -> bool:
+    def _worth_it(self, wanted: Manifest, token_ids: np.ndarray) -> bool:
         here = self.cache.saved(token_ids)
         gain = self.cache.saved(token_ids, wanted) - here
         if gain <= 0:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import numpy as np
+
 from deepdraft.kv.codec import Checkpoint
 from deepdraft.kv.plan import DECODER_REPLAYED, HAS_DECODER, HAS_DRAFTER, Plan
 from deepdraft.kv.prefix import Mark, Match, common_prefix, token_bytes
@@ -64,9 +66,9 @@ def worth(info: Checkpoint) -> tuple[bool, bool, bool]:
     return info.has_decoder and not info.decoder_replayed, info.has_decoder, info.has_drafter
 
 
-def match_of(manifest: Manifest, token_ids: Sequence[int]) -> Match | None:
+def match_of(manifest: Manifest, token_ids: Sequence[int] | np.ndarray) -> Match | None:
     """What a peer's conversation shares with these tokens, as the prefix tree would say it."""
-    shared = common_prefix(token_bytes(manifest.token_array), token_bytes(token_ids))
+    shared = common_prefix(token_bytes(manifest.token_ids), token_bytes(token_ids))
     marks = tuple(
         Mark(c.info.position, 0, label_of(c.info))
         for c in reversed(manifest.checkpoints)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -33,6 +33,7 @@ from blake3 import blake3
 from deepdraft.kv.codec import Checkpoint
 from deepdraft.kv.errors import SnapshotError
 from deepdraft.kv.layout import Layout
+from deepdraft.kv.prefix import token_array
 
 MAGIC = b"DDKVSNAP"
 VERSION = 1
@@ -91,13 +92,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return len(self.tokens) // 4
 
     @property
-    def token_ids(self) -> list[int]:
-        """Tokens of the conversation."""
-        return self.token_array.tolist()
-
-    @property
-    def token_array(self) -> np.ndarray:
-        """The same, uint32, not copied."""
+    def token_ids(self) -> np.ndarray:
+        """Tokens of the conversation, uint32, not copied."""
         return np.frombuffer(self.tokens, dtype="<u4")
 
     @property
@@ -110,9 +106,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [*self.chunks, *(c for cp in self.checkpoints for c in cp.chunks)]
 
 
-def encode_tokens(token_ids: Iterable[int]) -> bytes:
+def encode_tokens(token_ids: Sequence[int] | np.ndarray) -> bytes:
     """Token ids as the manifest holds them."""
-    return np.asarray(list(token_ids), dtype="<u4").tobytes()
+    return token_array(token_ids).astype("<u4", copy=False).tobytes()
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

@@ -18,13 +18,14 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from deepdraft.kv.codec import Checkpoint
 from deepdraft.kv.errors import SnapshotError, StoreFull
+from deepdraft.kv.prefix import token_array
 from deepdraft.kv.settings import StoreSettings
 from deepdraft.kv.slab import Slab, SlotState
 from deepdraft.kv.snapshot import digest
@@ -65,7 +66,8 @@ class Entry:
     """One stored conversation."""
 
     id: int
-    token_ids: list[int]
+    token_ids: np.ndarray
+    """uint32."""
     exact: bool
     chunks: list[Chunk]
     checkpoints: list[CheckpointData]
@@ -213,7 +215,7 @@ class Store:
 
     def add(
         self,
-        token_ids: list[int],
+        token_ids: Sequence[int] | np.ndarray,
         *,
         exact: bool,
         chunks: list[Chunk],
@@ -221,7 +223,9 @@ class Store:
     ) -> Entry:
         """A new entry in state FILLING, pinned once. Takes over one reference of each chunk."""
         with self.lock:
-            entry = Entry(next(self._ids), token_ids, exact, chunks, checkpoints, pins=1)
+            entry = Entry(
+                next(self._ids), token_array(token_ids), exact, chunks, checkpoints, pins=1
+            )
             for chunk in entry.all_chunks():
                 assert chunk.refs >= 1, chunk
                 self._reserved.discard(chunk.slot)
