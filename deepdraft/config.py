@@ -243,6 +243,10 @@ class ServerConfig:
     log_level: str = "info"
     log_format: str = "text"
     """text, or json: one object a line."""
+    log_prompts: bool = False
+    """Log each prompt as the model sees it. Without it no text of a request is logged."""
+    traces: bool = False
+    """Send OpenTelemetry spans where the OTEL_ variables of the environment say."""
     tls_cert: str | None = None
     """PEM file of the server's certificate chain; with `tls_key`, HTTPS is spoken."""
     tls_key: str | None = None
@@ -307,6 +311,9 @@ class ServerConfig:
             )
         ok = self.log_level in ("debug", "info", "warning", "error")
         _require(ok, "server.log_level", self.log_level, "one of debug, info, warning, error")
+        for name in ("log_prompts", "traces"):
+            value = getattr(self, name)
+            _require(isinstance(value, bool), f"server.{name}", value, "true or false")
         ok = self.log_format in ("text", "json")
         _require(ok, "server.log_format", self.log_format, "text or json")
 

@@ -49,6 +49,15 @@ from deepdraft.config import load_config
 @fleet_options
 @click.option("--log-level", type=click.Choice(("debug", "info", "warning", "error")))
 @click.option("--log-format", type=click.Choice(("text", "json")), help="Lines or JSON [text].")
+@click.option(
+    "--log-prompts", is_flag=True, default=None, help="Log each prompt as the model sees it."
+)
+@click.option(
+    "--traces",
+    is_flag=True,
+    default=None,
+    help="Send OpenTelemetry spans where the OTEL_ variables say.",
+)
 @click.option("--config", "file", metavar="FILE", help="Settings in TOML; flags win over it.")
 def serve(model: str | None, file: str | None, **flags: Any) -> None:
     """Serve a model over HTTP, by default the bundled one as `demo`.
@@ -65,6 +74,8 @@ def serve(model: str | None, file: str | None, **flags: Any) -> None:
             "served_model_names": flags["served_model_name"] or None,
             "drain_s": flags["drain_seconds"],
             **{n: flags[n] for n in ("log_level", "log_format", "tls_cert", "tls_key")},
+            "log_prompts": flags["log_prompts"],
+            "traces": flags["traces"],
             "api_keys": flags["api_keys"] or None,
             "session_policy": flags["session_policy"],
             "session_header": flags["session_header"],

@@ -7,7 +7,6 @@ Knows nothing of: prompts, sampling, signals, sockets. Importing it does not imp
 import asyncio
 import contextlib
 import re
-import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sized
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,6 +25,7 @@ from deepdraft.errors import DeepdraftError, RequestError
 from deepdraft.server import schema
 from deepdraft.server.auth import KeyGate, named_keys, tenant
 from deepdraft.server.dialect_routes import dialect_routes
+from deepdraft.server.identify import given_id, request_id
 from deepdraft.server.metrics import metrics_text, process_text
 from deepdraft.server.page import PREFIX, page_response
 from deepdraft.server.service import Service
@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from deepdraft.engine.engine import Engine
     from deepdraft.server.job import Job
     from deepdraft.server.sampling import ModelView
-    from deepdraft.server.stream import Wire
+    from deepdraft.server.stream import EventSource, Wire
+    from deepdraft.server.traces import Traces
 
 JobT = TypeVar("JobT", bound="Job")
 ReadT = TypeVar("ReadT")
@@ -58,7 +59,6 @@ _GRAMMAR_FIELDS = re.compile(
 
 _LEAST_BYTES_PER_S = 32 << 10
 """A body that keeps arriving at this rate has time, however long it is."""
-_REQUEST_ID = re.compile(r"[A-Za-z0-9_.:/+=@\-]{1,128}\Z")
 
 Handler = Callable[[Request], Awaitable[ASGIApp]]
 
@@ -99,8 +99,15 @@ def error_response(error: BaseException, retry_after_s: int, path: str) -> Respo
     return json_response(body_for_path(error, path), status, headers)
 
 
-def create_app(service: Service) -> ASGIApp:
-    """The application over a service; its start begins to load, its end closes the service."""
+def create_app(service: Service, traces: "Traces | None" = None) -> ASGIApp:
+    """The application over a service; its start begins to load, its end closes the service.
+
+    `traces`: instead of those that the settings ask for. Raises ConfigError where these cannot be.
+    """
+    if traces is None and service.config.server.traces:
+        from deepdraft.server.traces import open_traces
+
+        traces = open_traces()
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:
@@ -108,8 +115,10 @@ def create_app(service: Service) -> ASGIApp:
         yield
         handlers.sessions.close()
         await asyncio.to_thread(service.close)
+        if traces is not None:
+            await asyncio.to_thread(traces.close)
 
-    handlers = Handlers(service)
+    handlers = Handlers(service, traces)
     routes = [
         Route("/", handlers.guard(handlers.page), methods=["GET"]),
         Route(PREFIX + "{name}", handlers.guard(handlers.page), methods=["GET"]),
@@ -150,8 +159,8 @@ def create_app(service: Service) -> ASGIApp:
 class Handlers:
     """What the routes do."""
 
-    def __init__(self, service: Service) -> None:
-        self.service = service
+    def __init__(self, service: Service, traces: "Traces | None" = None) -> None:
+        self.service, self.traces = service, traces
         self.settings = service.config.server
         self.sessions = Sessions(service)
 
@@ -202,6 +211,7 @@ class Handlers:
             405: f"{request.url.path} does not take {request.method}",
         }
         status, headers = error.status_code, dict(error.headers or {})
+        headers["x-request-id"] = request_id(request)
         message = messages.get(status, error.detail)
         if speaks_messages(request.url.path):
             return json_response(messages_error_object(status, message), status, headers)
@@ -344,19 +354,26 @@ class Handlers:
         headers = {"x-request-id": given_id(request) or job.id, "request-id": job.id}
         if job.ignored:
             headers["x-deepdraft-ignored"] = ", ".join(job.ignored)
-        events = engine.stream(job.requests)
+        events: EventSource = engine.stream(job.requests)
+        path, id = request.url.path, headers["x-request-id"]
+        if self.traces is not None:
+            events = self.traces.watch(job, events, path=path, headers=request.headers, id=id)
         log_event(
             "request_begin",
             {
-                "request_id": headers["x-request-id"],
+                "request_id": id,
                 "response_id": job.id,
-                "path": request.url.path,
+                "path": path,
                 "tenant": job.requests[0].tenant,
                 "stream": job.stream,
                 "prompt_tokens": job.num_prompt,
                 "answers": len(job.requests),
             },
         )
+        if self.settings.log_prompts:
+            for prompt in dict.fromkeys(r.prompt_ids for r in job.requests):
+                text = job.model.tokenizer.decode(prompt)
+                log_event("request_prompt", {"request_id": id, "prompt": text})
         if job.stream:
             return StreamResponse(
                 frames(job, events, self.settings.keep_alive_s, wire), events.close, headers
@@ -392,21 +409,6 @@ class Handlers:
                 f"only {total} bytes of the body came in {patience_s:g} s; send it faster"
             ) from None
         return b"".join(parts)
-
-
-def given_id(request: Request) -> str | None:
-    """The X-Request-Id that the client gave, if it is one that a log can hold."""
-    given = request.headers.get("x-request-id", "")
-    return given if _REQUEST_ID.match(given) else None
-
-
-def request_id(request: Request) -> str:
-    """The client's own id of a request, or one made for it."""
-    known = request.scope.get("deepdraft.request_id")
-    if known is None:
-        known = given_id(request) or f"req-{secrets.token_hex(12)}"
-        request.scope["deepdraft.request_id"] = known
-    return known
 
 
 async def _nobody(scope: Scope, receive: Receive, send: Send) -> None:

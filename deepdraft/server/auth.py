@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deepdraft.config import ApiKey
 from deepdraft.errors import DeepdraftError
+from deepdraft.server.identify import request_id
 from deepdraft.server.page import is_page
 from deepdraft.server.wire_errors import body_for_path
 
@@ -149,6 +150,7 @@ class KeyGate:
 
 
 def _refusal(error: DeepdraftError, scope: Scope, headers: dict[str, str]) -> Response:
+    headers["x-request-id"] = request_id(Request(scope))
     return Response(
         msgspec.json.encode(body_for_path(error, scope["path"])),
         error.http_status,

@@ -17,6 +17,9 @@ from deepdraft.server.chat import ChatChoice, ChatJob
 from deepdraft.server.job import Job, Json
 from deepdraft.types import TokenEvent
 
+_MOST_IGNORED = 64
+"""They are named in a header, which has its limits."""
+
 
 @dataclass(slots=True, kw_only=True)
 class AsChat:
@@ -32,7 +35,7 @@ class AsChat:
 
     def ignore(self, name: str) -> None:
         """Notes a nested field that has no effect."""
-        if name not in self.ignored:
+        if name not in self.ignored and len(self.ignored) < _MOST_IGNORED:
             self.ignored.append(name)
 
 

@@ -5,15 +5,19 @@ Knows nothing of: what the fields mean. Runs without torch.
 """
 
 import functools
+import re
 from typing import Any
 
 from msgspec import Struct, inspect
 
+PLAIN_NAME = re.compile(r"[A-Za-z_][\w.]*\Z", re.A)
+"""What may stand in a header as it is."""
 _MOST = 32
 
 
 def unknown_keys(value: Any, kind: type[Struct]) -> list[str]:
-    """Paths, without indices, of keys that `kind` passes over, each once; of null ones none.
+    """Paths, without indices, of keys that `kind` passes over, each once; of null ones none. A key
+    that a header cannot hold is a question mark.
 
     `value`: the body as plain objects, which `kind` has accepted. Keys of the top level are not
     looked at.
@@ -24,7 +28,19 @@ def unknown_keys(value: Any, kind: type[Struct]) -> list[str]:
     for field in root.fields:
         if isinstance(value, dict) and field.encode_name in value:
             _walk(value[field.encode_name], field.type, field.encode_name, found)
-    return list(found)
+    return _shown(found)
+
+
+def unknown_within(value: Any, kind: type[Struct], path: str) -> list[str]:
+    """`unknown_keys` of an object that stands at `path`, its own keys too; `type` says its kind."""
+    found: dict[str, None] = {}
+    _walk(value, _type_of(kind), path, found)
+    found.pop(f"{path}.type", None)
+    return _shown(found)
+
+
+def _shown(found: dict[str, None]) -> list[str]:
+    return list(dict.fromkeys(n if PLAIN_NAME.match(n) else "?" for n in found))
 
 
 @functools.cache

@@ -117,7 +117,9 @@ class _Turns:
                 f"{where}.type {kind!r} is refused: use one of {', '.join(wire.ITEMS)}.",
                 param=f"{where}.type",
             )
-        item = decode_at(raw, wire.ITEMS[kind], where)
+        # What an earlier request said has been named in its own answer.
+        new = self._read if where.startswith("input[") else None
+        item = decode_at(raw, wire.ITEMS[kind], where, new)
         match item:
             case wire.MessageItem(role="assistant"):
                 self._begin(where)

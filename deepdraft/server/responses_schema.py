@@ -126,6 +126,8 @@ class CustomFormat(Struct):
     """What the input of a custom tool looks like."""
 
     type: Literal["text", "grammar"] = "text"
+    syntax: Any = None
+    definition: Any = None
 
 
 class CustomTool(Struct):

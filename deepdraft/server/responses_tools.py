@@ -17,7 +17,9 @@ from deepdraft.errors import RequestError
 from deepdraft.server import responses_schema as wire
 from deepdraft.server import schema
 from deepdraft.server.dialect import AsChat
+from deepdraft.server.nested import unknown_within
 
+_INDEX = re.compile(r"\[\d+\]")
 PATCH = "apply_patch"
 NAMESPACE_MARK = "::"
 INPUT = "input"
@@ -37,10 +39,18 @@ class ToolTable:
         return name if namespace is None else f"{namespace}{NAMESPACE_MARK}{name}"
 
 
-def decode_at(raw: Any, kind: type[Any], where: str) -> Any:
-    """A nested object as a struct. Raises RequestError with its path under `where`."""
+def decode_at(raw: Any, kind: type[Any], where: str, read: AsChat | None = None) -> Any:
+    """A nested object as a struct; `read` notes the keys that it has no place for.
+
+    Raises RequestError with its path under `where`.
+    """
     try:
-        return msgspec.json.decode(raw, type=kind)
+        found = msgspec.json.decode(raw, type=kind)
+        if read is not None:
+            path = _INDEX.sub("", where)
+            for name in unknown_within(msgspec.json.decode(raw), kind, path):
+                read.ignore(name)
+        return found
     except msgspec.ValidationError as error:
         what, _, path = str(error).partition(" - at `$")
         place = where + path.rstrip("`")
@@ -67,9 +77,9 @@ def read_tools(body: wire.ResponsesRequest, read: AsChat) -> ToolTable:
                 f"{where}.type {kind!r} is refused: use one of {', '.join(wire.TOOLS)}.",
                 param=f"{where}.type",
             )
-        tool = decode_at(raw, wire.TOOLS[kind], where)
+        tool = decode_at(raw, wire.TOOLS[kind], where, read)
         if kind == "namespace":
-            for local, spec in _namespaced(tool, where):
+            for local, spec in _namespaced(tool, where, read):
                 table.namespaces[spec.function.name] = (tool.name, local)
                 tools.append(spec)
                 read.tool_places.append(where)
@@ -92,7 +102,9 @@ def _function(tool: wire.FunctionTool, name: str | None = None) -> schema.ToolSp
     )
 
 
-def _namespaced(tool: wire.NamespaceTool, where: str) -> list[tuple[str, schema.ToolSpec]]:
+def _namespaced(
+    tool: wire.NamespaceTool, where: str, read: AsChat
+) -> list[tuple[str, schema.ToolSpec]]:
     found = []
     for index, raw in enumerate(tool.tools):
         place = f"{where}.tools[{index}]"
@@ -102,7 +114,7 @@ def _namespaced(tool: wire.NamespaceTool, where: str) -> list[tuple[str, schema.
                 f"{place}.type {kind!r} is refused: a namespace holds functions only.",
                 param=f"{place}.type",
             )
-        inner = decode_at(raw, wire.FunctionTool, place)
+        inner = decode_at(raw, wire.FunctionTool, place, read)
         spec = _function(inner, f"{tool.name}{NAMESPACE_MARK}{inner.name}")
         texts = [text for text in (tool.description, inner.description) if text]
         spec.function.description = "\n".join(texts)

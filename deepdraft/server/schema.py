@@ -7,7 +7,6 @@ Knows nothing of: prompts, sampling, the engine. Runs without torch.
 
 import difflib
 import functools
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
@@ -15,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from deepdraft.errors import RequestError
-from deepdraft.server.nested import unknown_keys
+from deepdraft.server.nested import PLAIN_NAME, unknown_keys
 
 # Messages
 
@@ -274,7 +273,6 @@ REFUSED_FIELDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
 }
 """Fields that would change the answer and cannot be honoured: reason, and which values matter."""
 
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}\Z")
 
 RefusedFields = Mapping[str, tuple[str, Callable[[Any], bool]]]
 RequestT = TypeVar("RequestT", bound=Struct)
@@ -299,8 +297,8 @@ def read_body(
     """The request in a JSON body, and the names of its fields that have no effect.
 
     Raises RequestError that names the place: the field's path, or the byte for broken JSON. A field
-    that is in no list is refused, as nobody knows what it would mean; null is always accepted. Of
-    chat and completions, keys below the top level that no struct has a place for are named as well.
+    that is in no list is refused, as nobody knows what it would mean; null is always accepted. Keys
+    below the top level that no struct has a place for are named as well.
     """
     try:
         body.decode("utf-8")
@@ -312,9 +310,7 @@ def read_body(
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         ignored = _sort_out(fields, field_names(kind), refused, without_effect)
         request = _decoder(kind).decode(body)
-        if issubclass(kind, SamplingFields):
-            nested = unknown_keys(msgspec.json.decode(body), kind)
-            ignored += tuple(n if _PLAIN_NAME.match(n) else "?" for n in nested)
+        ignored += tuple(unknown_keys(msgspec.json.decode(body), kind))
     except msgspec.ValidationError as error:
         raise _field_error(str(error)) from error
     except msgspec.DecodeError as error:
@@ -345,7 +341,7 @@ def _sort_out(
 
 
 def _unknown(name: str, honoured: frozenset[str]) -> RequestError:
-    shown = name if _PLAIN_NAME.match(name) else repr(name[:64])
+    shown = name if PLAIN_NAME.match(name) else repr(name[:64])
     near = difflib.get_close_matches(name[:64], honoured, n=1)
     hint = f"did you mean {near[0]}?" if near else "leave it out"
     return RequestError(f"{shown} is no field of this request; {hint}", param=shown)

@@ -65,6 +65,9 @@ def test_anything_else_does_not(client: Client, headers: Any) -> None:
     response = chat(client, headers)
     assert response.status_code == 401
     assert response.headers["www-authenticate"] == "Bearer"
+    assert response.headers["x-request-id"].startswith("req-")
+    given = chat(client, {**headers, "x-request-id": "mine/9"})
+    assert given.status_code == 401 and given.headers["x-request-id"] == "mine/9"
     assert client.toy.runner.num_opened <= 1, "only the warm-up may have run"
     assert chat(client, {"x-api-key": "first-key"}).status_code == 200
 

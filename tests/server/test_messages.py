@@ -184,7 +184,7 @@ def test_a_number_of_any_size_passes(client: Client) -> None:
 
 def our_prompt(client: Client, body: dict[str, Any]) -> str:
     fields, _ = messages_schema.read(json.dumps({"messages": [USER], **body}).encode())
-    conversation = read_conversation(read_messages(fields).chat)
+    conversation = read_conversation(read_messages(fields).chat, "v4.1")
     return render_chat(conversation, client.toy.tokenizer).text
 
 
@@ -320,6 +320,26 @@ def test_what_changes_nothing_is_named(client: Client) -> None:
         *("thinking.budget_tokens", "thinking.display"),
     }
     assert response.headers["request-id"] == response.json()["id"]
+
+
+def test_unknown_keys_below_the_top_level_are_named(client: Client) -> None:
+    client.toy.say("ok")
+    cached = {**TEXT, "cache_control": {"type": "ephemeral"}}
+    response = post(
+        client,
+        system=[{**TEXT, "citations": None, "a\nb": 1}],
+        tools=[{**F, "eager_input_streaming": True}],
+        messages=[
+            {"role": "user", "content": [cached, cached], "name": "me"},
+            {"role": "assistant", "content": [USE]},
+            {"role": "user", "content": [{**RESULT, "content": [cached]}]},
+        ],
+    )
+    assert response.status_code == 200, response.text
+    assert response.headers["x-deepdraft-ignored"].split(", ") == [
+        *("messages.content.cache_control", "messages.name"),
+        *("messages.content.content.cache_control", "?", "tools.eager_input_streaming"),
+    ]
 
 
 def test_the_billing_line_of_a_client_stays_out_of_the_prompt(client: Client) -> None:

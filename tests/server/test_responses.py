@@ -260,7 +260,7 @@ def test_usage(client: Client) -> None:
 def our_prompt(client: Client, body: dict[str, Any]) -> str:
     fields, _ = responses_schema.read(json.dumps({"input": "Hi", **body}).encode())
     read, _, _ = read_responses(fields)
-    return render_chat(read_conversation(read.chat), client.toy.tokenizer).text
+    return render_chat(read_conversation(read.chat, "v4.1"), client.toy.tokenizer).text
 
 
 PROMPTS: dict[str, dict[str, Any]] = {
@@ -420,6 +420,30 @@ def test_what_changes_nothing_is_named(client: Client) -> None:
         *("reasoning.summary", "reasoning.generate_summary"),
         *("tools.format", "tools.web_search", "tools.local_shell", "input.web_search_call"),
     }
+
+
+def test_unknown_keys_below_the_top_level_are_named(client: Client) -> None:
+    client.toy.say("ok")
+    part = {"type": "input_text", "text": "Hi", "cache": 1}
+    first = {"type": "message", "role": "user", "content": [part], "id": None, "colour": "red"}
+    space = {"type": "namespace", "name": "n", "tools": [{**F, "inner": 1}], "outer": 1}
+    body: dict[str, Any] = {"tools": [{**F, "defer": True}, space], "text": {"tone": "kind"}, **OFF}
+    one = post(client, input=[first, {**first, "a b": 1}], **body)
+    assert one.status_code == 200, one.text
+    assert set(one.headers["x-deepdraft-ignored"].split(", ")) == {
+        *("text.tone", "tools.defer", "tools.outer", "tools.tools.inner"),
+        *("input.colour", "input.content.cache", "?"),
+    }
+    # What an earlier request said is not named again.
+    client.toy.say("ok")
+    two = post(client, input="And?", previous_response_id=one.json()["id"], **OFF)
+    assert two.status_code == 200 and "x-deepdraft-ignored" not in two.headers
+    # And a header has an end.
+    many = {f"k{i}": 1 for i in range(40)}
+    client.toy.say("ok")
+    other = {**F, "name": "other", **{f"j{i}": 1 for i in range(40)}}
+    three = post(client, input=[{**first, **many}], tools=[{**F, **many}, other], **OFF)
+    assert len(three.headers["x-deepdraft-ignored"].split(", ")) == 64
 
 
 # Kept responses
