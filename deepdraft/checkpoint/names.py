@@ -57,7 +57,8 @@ STORED_DTYPES: dict[Format, tuple[str, ...]] = {
 SKIP_RULES: dict[str, str] = {
     "vision": "the vision tower (vision.*, aligner.*, image_*) stays unread: image input is not "
     "supported yet",
-    "mtp": "the next-token prediction layers stay unread: no drafter is built for them yet",
+    "mtp": "next-token prediction layers are read to draft only (V3, V3.2); those of V4, whose "
+    "shapes are not known here, stay unread",
     "derived": "rotary frequencies are computed from config.json, stored copies stay unread",
 }
 """Modules whose tensors are checked but never read, and why."""

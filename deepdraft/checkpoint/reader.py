@@ -164,7 +164,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} has no tensor {name}{hint}")
         if entry.format in ("scale", "block_scale"):
             raise CheckpointError(f"{name} is read together with its weight; ask for the weight")
-        if entry.module in SKIP_RULES:
+        if entry.module in SKIP_RULES and entry.module != "mtp":  # those are read to draft
             raise CheckpointError(f"{name} is not read: {SKIP_RULES[entry.module]}")
         return entry
 

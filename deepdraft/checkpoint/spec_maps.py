@@ -131,7 +131,7 @@ def transformers_names(
         return None
     rules = _V4_SAVED
     if back:
-        rules = tuple(rename(rule.target, *rule.sources) for rule in rules)
+        rules = tuple(rename(rule.target, rule.sources[0]) for rule in rules)
     whole = WeightMap(rules, left_out=() if back else ("mtp.{*}",))
     plan = whole.plan({name: () for name in names})
     return plan.owner

@@ -49,7 +49,7 @@ class Draft:
         self._drafter, self.start = drafter, start
 
     def __len__(self) -> int:
-        return self.start.hidden.shape[0]
+        return len(self.start)
 
     def refine(self, i: int, previous: int) -> tuple[Tensor, float]:
         """Logits [V] of draft i and its raw confidence, given the token before it."""
@@ -104,7 +104,7 @@ class Runner:
         lookup = lookup and model.drafter is None and num_drafts != 0
         own = LOOKUP_DRAFTS if lookup else 0
         if model.drafter is not None:
-            own = model.args.dspark_block_size
+            own = getattr(model.drafter, "block_size", 0) or model.args.dspark_block_size
         if num_drafts is not None and not 0 <= num_drafts <= (MAX_DRAFTS if own else 0):
             raise ConfigError(
                 f"drafts must lie in 0..{MAX_DRAFTS}, got {num_drafts}"
@@ -126,7 +126,7 @@ class Runner:
         self._histories: WeakKeyDictionary[Any, History] | None = None
         if lookup:
             self._histories = WeakKeyDictionary()
-            self._like = torch.empty(self.vocab_size, dtype=model.dtype, device=self.device)
+            self._like = torch.empty(self.vocab_size, device=self.device)
 
     def _that_fit(self, num_sequences: int, state_bytes: int) -> int:
         """How many sequences there is room for. Raises ConfigError where that is none."""
@@ -258,7 +258,7 @@ class Runner:
             first, taps = notes[-1]
             notes[-1] = (first, taps[: max(0, num_tokens - first)])
 
-    def draft(self, batch: Sequence[tuple[SequenceState, int]]) -> list[Draft] | list[LookupDraft]:
+    def draft(self, batch: Sequence[tuple[SequenceState, int]]) -> list[Any]:
         """Begin a block of `block_size` drafts for each sequence; the token stands right after the
         confirmed ones. Raises StateError, and the sequences are as they were."""
         if self._histories is not None:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from deepdraft.arch import StateKind
 from deepdraft.errors import CheckpointError, ConfigError, StateError
 from deepdraft.models.deepseek_v41 import StepOutput
 from deepdraft.models.layers import Weights, WeightSource, make_numerics
@@ -41,7 +42,7 @@ class DecoderModel:
         "model.norm.weight",
         "lm_head.weight",
     )
-    drafter = None
+    drafter: Any = None
 
     def __init__(
         self,
@@ -54,8 +55,8 @@ class DecoderModel:
         device: torch.device | str = "cpu",
         drafter: bool = False,
     ) -> None:
-        """`token_map` and `drafter` are there for the engine, which makes all families alike: no
-        family but V4.1 has an n-gram memory or a drafter that is built."""
+        """`token_map` is there for the engine, which makes all families alike: no family but V4.1
+        has an n-gram memory. `drafter`: build the checkpoint's drafter, if it has one."""
         if numerics != "exact":
             raise ConfigError(
                 f"numerics {numerics!r} is the published arithmetic of DeepSeek-V4.1; "
@@ -70,6 +71,7 @@ class DecoderModel:
         self.embed = self.weights.vector(embed)
         self.norm = self.weights.vector(norm)
         self.head = self._head(source, embed, head)
+        self.drafting = drafter
         self.build()
 
     # ---- what a family owns ----------------------------------------------------------------
@@ -96,10 +98,15 @@ class DecoderModel:
             )
         return self.embed.t().contiguous()
 
+    @property
+    def state_kinds(self) -> tuple[StateKind, ...]:
+        """What a sequence keeps."""
+        return self.args.state_kinds
+
     def new_pool(self, num_sequences: int, max_tokens: int, slack: int = 16) -> SequencePool:
         """State for this many sequences; a step takes up to `slack` rows of each."""
         return SequencePool(
-            self.args.state_kinds,
+            self.state_kinds,
             max_positions=self.args.max_position_embeddings,
             num_sequences=num_sequences,
             max_tokens=max_tokens,
@@ -123,15 +130,17 @@ class DecoderModel:
         for sequence, new in work:
             sequence.token_ids.extend(new)
             sequence.written = max(sequence.written, sequence.num_tokens)
-        n = rows.num_rows
+        n, taps = rows.num_rows, None
+        if self.drafter is not None:
+            taps = rms_norm(x, self.norm, self.eps)[:n]
         if logits == "none":
-            return StepOutput(None, None)
+            return StepOutput(None, taps)
         if logits == "last" and len(work) < n:
             ends = [span.end - 1 for span in rows.spans]
             pick = torch.tensor(ends if len(ends) > 1 else ends * 2, device=self.device)
             x, n = x.index_select(0, pick), len(work)
         scores = torch.mm(rms_norm(x, self.norm, self.eps), self.head)
-        return StepOutput(scores[:n], None, x[:n])
+        return StepOutput(scores[:n], taps, x[:n])
 
     def _check(self, work: Work) -> None:
         """Refuse what a step cannot do, before anything is written."""
@@ -187,13 +196,17 @@ class DecoderModel:
                 [(sequence, piece)], logits="none" if logits == "last" and not last else logits
             )
             parts.append(out.logits)
+            if feed_drafter and out.taps is not None:
+                self.feed_drafter(sequence, out.taps, sequence.num_tokens - len(piece))
         if logits == "all":
             out.logits = torch.cat([part for part in parts if part is not None])
         return out
 
     def feed_drafter(self, sequence: Sequence, taps: Tensor, first: int) -> None:
-        """There is no drafter to feed."""
-        raise ConfigError(f"no drafter is built for {self.args.family} models")
+        """Tell the drafter of confirmed tokens. Raises ConfigError where there is none."""
+        if self.drafter is None:
+            raise ConfigError(f"no drafter is built for {self.args.family} models")
+        self.drafter.feed_all([(sequence, taps, first)])
 
 
 class GatedMlp:

@@ -54,6 +54,10 @@ class Block:
         """u [R, D], normed -> [R, D]."""
         return self.attention(u, rows, turns[0])
 
+    def store(self, u: Tensor, rows: StepRows, turns: tuple[Turn, ...]) -> None:
+        """What `attend` leaves in the state, without the attention. u [R, D], normed."""
+        self.attention.write(self.attention.project(u)[2], rows, turns[0])
+
     def mlp(self, v: Tensor, rows: StepRows, note: dict[str, Tensor] | None) -> Tensor:
         """v [R, D], normed -> [R, D]."""
         if self.dense is not None:

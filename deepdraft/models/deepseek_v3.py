@@ -9,14 +9,17 @@ Letters: R rows, D hidden, H index heads, C index channels, N tokens, K selected
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from deepdraft.arch import DeepseekV3Args
+from deepdraft.arch import DeepseekV3Args, StateKind
 from deepdraft.models import deepseek_v2
 from deepdraft.models.decoder import DecoderModel, Record
 from deepdraft.models.layers import Weights
 from deepdraft.models.mla import Chosen, Turn, rope_table
+from deepdraft.models.mtp import NextTokenDrafter
 from deepdraft.models.sequence import StepRows
 from deepdraft.ops import index as index_ops
 from deepdraft.ops.blocked import whole_blocks
@@ -44,10 +47,7 @@ class Indexer:
     ) -> Chosen:
         """u [R, D] normed and query latent [R, q_lora_rank] -> the tokens of each row."""
         raw = torch.mm(u, self.w_raw)
-        key = raw[:, : self.width]
-        centred = key - key.mean(-1, keepdim=True)
-        key = rms_norm(centred, self.key_norm, _KEY_NORM_EPS).add_(self.key_bias)
-        rows.write("index", self.layer, rotate(key, *turn))
+        self.write(raw, rows, turn)
         reach = rows.position + 1
         furthest = max(span.last for span in rows.spans)
         if furthest <= self.topk and note is None:
@@ -55,6 +55,13 @@ class Indexer:
         else:
             picks = self._best(u, raw, latent, rows, turn, note)
         return self._publish(picks, rows)
+
+    def write(self, raw: Tensor, rows: StepRows, turn: Turn) -> None:
+        """Store the index keys of this step's tokens, the first part of `raw`."""
+        key = raw[:, : self.width]
+        centred = key - key.mean(-1, keepdim=True)
+        key = rms_norm(centred, self.key_norm, _KEY_NORM_EPS).add_(self.key_bias)
+        rows.write("index", self.layer, rotate(key, *turn))
 
     def _best(
         self,
@@ -115,6 +122,12 @@ class Block(deepseek_v2.Block):
         q = self.attention.latent_queries(q, turns[0])
         return self.attention.output(self.attention.attend_chosen(q, rows, chosen))
 
+    def store(self, u: Tensor, rows: StepRows, turns: tuple[Turn, ...]) -> None:
+        """As V2's, with the index keys."""
+        super().store(u, rows, turns)
+        if self.indexer is not None:
+            self.indexer.write(torch.mm(u, self.indexer.w_raw), rows, turns[1])
+
 
 class DeepseekV3(DecoderModel):
     """The model, V3.2 where the args have an indexer."""
@@ -137,11 +150,40 @@ class DeepseekV3(DecoderModel):
                 device=self.device,
             )
         self.blocks = [Block(args, self.weights, i) for i in range(args.num_hidden_layers)]
+        if self.drafting:
+            self.drafter = self._drafter()
+
+    def _drafter(self) -> NextTokenDrafter | None:
+        """The next-token prediction layer, where the checkpoint has exactly one."""
+        layer = self.args.num_hidden_layers
+        prefix = f"model.layers.{layer}"
+        table = getattr(self.weights.source, "table", {})
+        if f"{prefix}.eh_proj.weight" not in table or self.args.num_nextn_predict_layers != 1:
+            return None
+        return NextTokenDrafter(
+            Block(self.args, self.weights, layer),
+            self.weights,
+            prefix,
+            embed=self.embed,
+            head=self.head,
+            eps=self.eps,
+            turns=self._turns,
+        )
+
+    @property
+    def state_kinds(self) -> tuple[StateKind, ...]:
+        """With a drafter every kind has rows of its layer, too."""
+        kinds, more = self.args.state_kinds, 0 if self.drafter is None else 1
+        return tuple(replace(kind, layers=kind.layers + more) for kind in kinds)
+
+    def _turns(self, position: Tensor) -> tuple[Turn, ...]:
+        turns: tuple[Turn, ...] = (self.rope.table(position),)
+        if self.index_rope is not None:
+            turns += (self.index_rope.table(position),)
+        return turns
 
     def layers(self, x: Tensor, rows: StepRows, record: Record | None) -> Tensor:
-        turns: tuple[Turn, ...] = (self.rope.table(rows.position),)
-        if self.index_rope is not None:
-            turns += (self.index_rope.table(rows.position),)
+        turns = self._turns(rows.position)
         for layer, block in enumerate(self.blocks):
             note = None if record is None else record.setdefault(f"L{layer}", {})
             x = block(x, rows, turns, note)

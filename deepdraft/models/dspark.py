@@ -53,6 +53,9 @@ class DraftStart:
     hidden: Tensor
     """[B, D] collapsed, un-normed."""
 
+    def __len__(self) -> int:
+        return self.hidden.shape[0]
+
 
 @dataclass(slots=True)
 class Refined:

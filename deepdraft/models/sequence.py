@@ -22,6 +22,9 @@ from deepdraft.errors import StateError
 from deepdraft.models.state import StateItem
 from deepdraft.ops.blocked import whole_blocks
 
+NOTES = 1024
+"""Hidden states of so many tokens are kept for a drafter that was not asked meanwhile."""
+
 
 class SequencePool:
     """Room for `num_sequences` sequences of up to `max_tokens` tokens on one device.
@@ -48,6 +51,7 @@ class SequencePool:
             )
         self.kinds = {kind.name: kind for kind in kinds}
         self.num_sequences, self.max_tokens, self.slack = num_sequences, max_tokens, slack
+        self.ring = NOTES
         self.dtype, self.device = dtype, torch.device(device)
         self.entries = {k.name: self._entries(k) for k in kinds}
         self.rows = {
@@ -118,6 +122,8 @@ class Sequence:
         self.token_ids: list[int] = []
         self.written = 0
         """Highest position ever written plus one: rings hold what is less than a ring below it."""
+        self.tail: tuple[int, Tensor] | None = None
+        """The last position that the drafter was told of, and its hidden state [D]."""
 
     @property
     def num_tokens(self) -> int:
@@ -130,8 +136,8 @@ class Sequence:
 
     @property
     def drafter_tokens(self) -> int:
-        """There is no drafter that would keep rows."""
-        return 0
+        """Tokens of which the drafter was told."""
+        return 0 if self.tail is None else self.tail[0] + 1
 
     def items(self) -> list[StateItem]:
         """What a snapshot of this sequence holds, at its present length."""
@@ -194,6 +200,8 @@ class Sequence:
             if last > first:
                 self.pool.rows[kind.name][:, self._address(kind, np.arange(first, last))] = 0.0
         del self.token_ids[m:]
+        if self.tail is not None and self.tail[0] >= m:
+            self.tail = None
         if m == 0:
             self.written = 0
 
@@ -224,7 +232,7 @@ class Sequence:
 
     def _copy_to(self, other: Sequence, rows: list[Tensor]) -> Sequence:
         other.token_ids = list(self.token_ids)
-        other.written = self.written
+        other.written, other.tail = self.written, self.tail
         if rows:
             with torch.inference_mode():
                 for target, source in zip(other._rows(), rows, strict=True):
