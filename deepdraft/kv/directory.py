@@ -446,19 +446,24 @@ class RedisDirectory:
         except _Unavailable:
             logger.info("a conversation was not given up: no KV directory")
 
-    async def moved(self) -> AsyncIterator[Moved]:
-        """Claims of others as they come, for ever; reconnects. Some may be missed."""
+    async def moved(self) -> AsyncIterator[Moved | None]:
+        """Claims of others as they come, for ever. Some may be missed; None: the connection was
+        lost and is there again, so some were."""
         from redis.exceptions import RedisError
 
+        lost = False
         while True:
             try:
                 async with self.client.pubsub(ignore_subscribe_messages=True) as listener:
                     await listener.subscribe(self.channel)
+                    if lost:
+                        yield None
                     while True:
                         message = await listener.get_message(timeout=self.settings.breaker_s)
                         if message is not None and (moved := _moved(message["data"])):
                             yield moved
             except (RedisError, OSError):
+                lost = True
                 self.counters["listener_lost"] += 1
                 await asyncio.sleep(self.settings.timeout_s)
 

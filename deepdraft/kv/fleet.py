@@ -91,7 +91,13 @@ class Fleet:
         self.cache, self.name, self.rule = cache, name, rule
         self.costs = costs or Costs()
         self.counters = Counters()
-        self.exporter = Exporter(cache, tls=server_tls, fleet_key=fleet_key, settings=settings)
+        self.exporter = Exporter(
+            cache,
+            tls=server_tls,
+            fleet_key=fleet_key,
+            settings=settings,
+            still_mine=self._still_mine,
+        )
         self.fetcher = Fetcher(
             cache, tls=client_tls, fleet_key=fleet_key, settings=settings, worth_it=self._worth_it
         )
@@ -237,12 +243,43 @@ class Fleet:
         session.seen = record
         self.exporter.own(session.key, record, entry)
 
+    def _still_mine(self, key: str, epoch: str, sequence: int) -> bool | None:
+        """Asked before a peer may read. None: the directory does not answer."""
+        if self._closed:
+            return None
+        try:
+            return self._call(self._check(key, epoch, sequence))
+        except Exception:
+            return None
+
+    async def _check(self, key: str, epoch: str, sequence: int) -> bool | None:
+        assert self.directory is not None
+        fp = self.cache.expected.hex()
+        mine = await self.directory.check(key, Record(epoch, sequence, self.owner, fp))
+        self.counters.add({True: "check_ok", False: "check_stale", None: "check_none"}[mine])
+        return mine
+
+    async def check_all(self) -> None:
+        """Whether what is here is still ours, one conversation after the other: announcements
+        may have been missed. What is not goes first from now on."""
+        for key, (epoch, sequence, _) in self.exporter.owned().items():
+            mine = await self._check(key, epoch, sequence)
+            if mine is None:
+                return  # no directory: the next interruption asks again
+            if not mine:
+                self.exporter.disown(key, epoch, sequence)
+
     async def _listen(self) -> None:
-        """Claims of others mark what is here: it goes first. A hint, some may be missed."""
+        """Claims of others mark what is here: it goes first. A hint, some may be missed; after
+        an interruption all are checked."""
         if not isinstance(self.directory, RedisDirectory):
             return
+        checking: asyncio.Task[None] | None = None
         async for moved in self.directory.moved():
-            if moved.owner != self.owner:
+            if moved is None:
+                if checking is None or checking.done():
+                    checking = asyncio.create_task(self.check_all())
+            elif moved.owner != self.owner:
                 self.exporter.disown(moved.key)
 
     async def _leave(self) -> None:

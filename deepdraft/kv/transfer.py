@@ -15,7 +15,7 @@ import secrets
 import socket
 import ssl
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 
@@ -93,8 +93,12 @@ class Exporter:
         tls: ssl.SSLContext | None = None,
         fleet_key: bytes | None = None,
         settings: TransferSettings | None = None,
+        still_mine: Callable[[str, str, int], bool | None] = lambda key, epoch, sequence: None,
     ) -> None:
+        """`still_mine(key, epoch, sequence)`: the directory says so; None: there is none now, and
+        what is here is served."""
         self.cache, self.tls, self.fleet_key = cache, tls, fleet_key
+        self.still_mine = still_mine
         self.settings = settings or TransferSettings()
         self.counters = Counters()
         self._lock = threading.Lock()
@@ -114,12 +118,16 @@ class Exporter:
                 alive = self.cache.memory.entries
                 self._owned = {k: v for k, v in self._owned.items() if v[2] in alive}
 
-    def disown(self, key: str) -> None:
-        """Someone else owns it now: our copy goes first."""
+    def disown(self, key: str, *seen: str | int) -> None:
+        """Someone else owns it now: our copy goes first. `seen`: only if we still hold it as of
+        this epoch and sequence."""
         with self._lock:
-            owned = self._owned.pop(key, None)
-        if owned is not None:
-            self.cache.memory.supersede(owned[2])
+            owned = self._owned.get(key)
+            if owned is None or (seen and owned[:2] != seen):
+                return
+            del self._owned[key]
+        self.cache.memory.supersede(owned[2])
+        self.counters.add("disowned")
 
     def owned(self) -> dict[str, tuple[str, int, int]]:
         """Epoch, sequence and entry of each conversation, by key."""
@@ -242,6 +250,9 @@ class Exporter:
         if owned is None:
             return wire.Refused("miss"), None
         if owned[:2] != (request.epoch, request.sequence):
+            return wire.Refused("stale"), None
+        if self.still_mine(request.key, *owned[:2]) is False:
+            self.disown(request.key, *owned[:2])
             return wire.Refused("stale"), None
         entry = self.cache.memory.pin(owned[2])
         if entry is None:

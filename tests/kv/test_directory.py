@@ -394,7 +394,14 @@ def test_claims_are_announced(server: RealRedis) -> None:
         server.cli("PUBLISH", d.channel, "junk")
         await d.claim(KEY, await seen(d), "A", "fp")
         event = await asyncio.wait_for(first, 5)
+        assert event is not None
         assert (event.key, event.sequence, event.owner) == (KEY, 1, "A")
+        # The listener's connection is cut: it comes back and says that something may be missing.
+        following = asyncio.ensure_future(anext(moved))
+        await asyncio.sleep(0.2)
+        server.cli("CLIENT", "KILL", "TYPE", "pubsub")
+        assert await asyncio.wait_for(following, 20) is None
+        assert d.counters["listener_lost"] == 1
         await moved.aclose()  # type: ignore[attr-defined]
 
     server.start()

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from deepdraft.kv.costs import Costs
 from deepdraft.kv.directory import Claim, LocalDirectory, Record
 from deepdraft.kv.fleet import Fleet, Session, owner_of, peer_of
 from deepdraft.kv.fleet_files import FleetFiles, init_fleet, load_fleet
+from deepdraft.kv.store import EntryState
 from deepdraft.kv.transfer import TransferSettings
 from deepdraft.models.deepseek_v41 import DeepseekV41
 from tests.kv.conftest import FINGERPRINT, Served, text
@@ -269,6 +271,99 @@ def test_eviction_while_a_peer_reads(join: MakeFleet) -> None:
         stop.set()
         presser.join()
     assert outcomes <= {"hit", "miss", "busy", "stale", "none", "backoff"}
+
+
+class Silent(LocalDirectory):
+    """One that stops to answer checks."""
+
+    silent = False
+
+    async def check(self, key: str, mine: Record) -> bool | None:
+        return None if self.silent else await super().check(key, mine)
+
+
+@pytest.mark.parametrize("why", ["claimed", "expired", "restarted", "silent", "none"])
+def test_an_owner_asks_before_it_is_read(why: str, join: MakeFleet) -> None:
+    """A reader comes with the owner's own old record; the directory has gone on meanwhile."""
+    directory = Silent()
+    a, b = (Server(join, name) for name in "ab")
+    for server in (a, b):
+        server.fleet.directory = directory
+    session = a.turn(text(1, 40))
+    assert session.seen is not None and a.owns
+    if why == "claimed":
+        directory._keep(KEY, Record(directory.epoch, 9, "c@127.0.0.1:1", FINGERPRINT.hex()))
+    elif why == "expired":
+        del directory._records[KEY]
+    elif why == "restarted":
+        directory._records.clear()
+        directory.epoch = "another"
+    directory.silent = why == "silent"
+    peer = peer_of(a.fleet.owner)
+    assert peer is not None
+    fetched = b.fleet.fetcher.fetch(peer, KEY, session.seen, text(1, 60))
+    gone = why in ("claimed", "expired", "restarted")
+    assert fetched.outcome == ("stale" if gone else "hit")
+    assert a.owns != gone
+    states = [entry.state for entry in a.kept.entries]
+    assert states == [EntryState.SUPERSEDED if gone else EntryState.SEALED]
+    assert a.kept.start(text(1, 60)) == 40  # it can still be used here
+    name = {"silent": "check_none", "none": "check_ok"}.get(why, "check_stale")
+    assert counts(a)[name] == 1 and counts(a).get("export_disowned", 0) == gone
+
+
+def test_after_an_interruption_everything_is_checked(join: MakeFleet) -> None:
+    """Announcements were missed: what is not ours any more goes first, what is stays."""
+    directory = Silent()
+    a = Server(join, "a")
+    a.fleet.directory = directory
+    keys = [letter * 64 for letter in "abc"]
+    for i, key in enumerate(keys):
+        a.turn(text(i, 40), key)
+    directory._keep(keys[1], Record(directory.epoch, 99, "c@127.0.0.1:1", FINGERPRINT.hex()))
+    directory.silent = True
+    a.fleet._call(a.fleet.check_all())
+    assert set(a.fleet.exporter.owned()) == set(keys), "no directory, so nothing is known"
+    directory.silent = False
+    a.fleet._call(a.fleet.check_all())
+    assert set(a.fleet.exporter.owned()) == {keys[0], keys[2]}
+    assert [e.state for e in a.kept.entries].count(EntryState.SUPERSEDED) == 1
+
+
+@pytest.mark.parametrize("jump", [-1e9, -3600.0, 3600.0, 1e9])
+def test_the_wall_clock_jumps(
+    jump: float, join: MakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leases, deadlines, records and back-off do not look at it: nothing changes."""
+    a, b = Server(join, "a"), Server(join, "b")
+    a.turn(text(1, 40))
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + jump)
+    session = b.turn(text(1, 60))
+    assert session.fetched is not None and session.fetched.outcome == "hit" and b.started == 40
+    monkeypatch.setattr(time, "time", lambda: now - jump)
+    session = a.turn(text(1, 80))
+    assert session.fetched is not None and session.fetched.outcome == "hit" and a.started == 60
+    assert counts(a)["claim_ok"] == 2 and counts(b)["claim_ok"] == 1
+
+
+@pytest.mark.parametrize("seconds", [10.0, 100.0, 1e6])
+def test_a_machine_sleeps(seconds: float, join: MakeFleet, directory: LocalDirectory) -> None:
+    """Every clock of the owner goes ahead between two turns: what is over is over, and the
+    conversation goes on from what is here or from nothing."""
+    a, b = Server(join, "a"), Server(join, "b")
+    a.turn(text(1, 40))
+    lease = a.kept.cache.memory.lease(a.kept.entries[0].id, "somebody")
+    assert lease is not None
+    ahead = time.monotonic() + seconds
+    a.kept.cache.memory.clock = directory.clock = lambda: ahead
+    over = seconds >= a.kept.cache.settings.lease_s
+    assert (a.kept.cache.memory.renew(lease.id) is None) == over
+    a.kept.cache.memory.close(lease.id)
+    session = b.turn(text(1, 60))
+    expired = seconds > directory.settings.record_s
+    assert (session.fetched is None) == expired and b.started == (0 if expired else 40)
+    assert b.owns and directory._live(KEY).owner == b.fleet.owner
 
 
 # ---- costs ---------------------------------------------------------------------------------
