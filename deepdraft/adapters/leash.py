@@ -20,6 +20,7 @@ import time
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.02
+_REAP_S = 5.0
 
 
 def _prctl(option: int, value: int) -> None:
@@ -62,14 +63,20 @@ def end(root: int, command: int, grace_s: float) -> None:
         for pid in left:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        _reap()
         time.sleep(_LOOK_S)
+    _reap()
 
 
 def _reap() -> None:
+    """Takes what has ended; else it goes to the system's first process, which may not take it.
+
+    A process whose threads are still ending cannot be taken yet.
+    """
+    limit = time.monotonic() + _REAP_S
     with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+        while time.monotonic() < limit:
+            if not os.waitpid(-1, os.WNOHANG)[0]:
+                time.sleep(_LOOK_S)
 
 
 def main() -> int:
