@@ -125,6 +125,7 @@ class StepRows:
         self.rotate_pair = Rotation(rotary_main, position_t - 1, ci) if 2 in self.reach else None
         self.selection: dict[int, Selection] = {}
         self.kept_blocks: Tensor | None = None
+        self._by_span: tuple[Tensor, Tensor] | None = None
 
     def _window_bias(
         self, look_back: np.ndarray, floors: list[int], device: torch.device
@@ -147,6 +148,25 @@ class StepRows:
             counted[span.start : span.end] &= self.positions[span.start : span.end] >= floor
         return torch.from_numpy(np.where(counted, rows, trash)).to(self.base.device)
 
+    def by_span(self) -> tuple[Tensor, Tensor]:
+        """Row numbers [Q, M] of each span, filled up with its last one, and the place of every row
+        in them, int64 [R]."""
+        if self._by_span is None:
+            most = max(span.end - span.start for span in self.spans)
+            offset = np.arange(most)
+            ends = np.asarray([span.end - 1 for span in self.spans])
+            starts = np.asarray([span.start for span in self.spans])
+            places = np.minimum(starts[:, None] + offset, ends[:, None])
+            counts = ends + 1 - starts
+            number = np.repeat(np.arange(len(starts)), counts)
+            back = number * most + np.arange(self.padded) - starts[number]
+            device = self.base.device
+            self._by_span = (
+                torch.from_numpy(places).to(device),
+                torch.from_numpy(back).to(device),
+            )
+        return self._by_span
+
     def longest_reach(self, ratio: int) -> int:
         """Entries that the furthest row of the step may see."""
         return int((self.positions.max() + 1) // ratio)
@@ -159,7 +179,8 @@ class Selection:
     entries: Tensor
     """int64 [R, K], ascending, -1 in empty places."""
     address: Tensor
-    """int64 [R * K], rows of the main pool (any row in empty places)."""
+    """int64 [R, N]: rows of the pool's `keys` for the first layer's window and sink, then for the
+    entries (any entry in empty places)."""
     bias: Tensor
     """[R, 1, K]: 0, or -inf in empty places."""
     joined: dict[bool, Tensor] = field(default_factory=dict)
@@ -258,28 +279,34 @@ class Indexer:
 
     def _scores(self, q: Tensor, w: Tensor, rows: StepRows) -> Tensor:
         """Scores of every row over its own sequence's entries, -inf where it does not reach."""
-        spans = [(s, self._keys(rows.pool, s)) for s in rows.spans]
+        pool, source, spans = rows.pool, self.role.kv_source, rows.spans
         if len(spans) == 1:
-            scores = index_ops.index_scores(q, w, spans[0][1])
+            scores = index_ops.index_scores(q, w, self._keys(pool, spans[0]))
         else:
-            longest = max(keys.shape[0] for _, keys in spans)
-            scores = q.new_full((q.shape[0], longest), -torch.inf)
-            for span, keys in spans:
-                at = slice(span.start, span.end)
-                scores[at, : keys.shape[0]] = index_ops.index_scores(q[at], w[at], keys)
+            places, back = rows.by_span()
+            slots = torch.tensor([span.state.slot for span in spans], device=q.device)
+            keys = pool.index[source][:-1].view(pool.num_sequences, -1, self.width)
+            keys = keys[:, : self._padded(pool, rows.longest_reach(self.ratio))]
+            own = keys.index_select(0, slots)
+            scores = index_ops.index_scores_together(q, w, own, places, back)
         return index_ops.mask_unreachable(scores, rows.reach[self.ratio])
+
+    def _padded(self, pool: StatePool, reach: int) -> int:
+        """How many entries are scored where the last row sees `reach`."""
+        size = pool.entries[self.role.kv_source]
+        return max(1, min(size, -(-reach // INDEX_PAD) * INDEX_PAD))
 
     def _keys(self, pool: StatePool, span: Span) -> Tensor:
         """Index keys of one sequence, as many as its last row may see, padded: [N, Ci]."""
-        size = pool.entries[self.role.kv_source]
-        last = span.first + (span.end - span.start)
-        wanted = min(size, -(-(last // self.ratio) // INDEX_PAD) * INDEX_PAD)
-        base = span.state.slot * size
-        return pool.index[self.role.kv_source][base : base + max(wanted, 1)]
+        wanted = self._padded(pool, (span.first + span.end - span.start) // self.ratio)
+        base = span.state.slot * pool.entries[self.role.kv_source]
+        return pool.index[self.role.kv_source][base : base + wanted]
 
     def _publish(self, entries: Tensor, rows: StepRows) -> Selection:
-        size = rows.pool.entries[self.role.kv_source]
-        address = (entries.clamp(min=0) + (rows.base * size).unsqueeze(1)).view(-1)
+        pool, source = rows.pool, self.role.kv_source
+        first = rows.base * pool.entries[source] + pool.main_start[source]
+        main = entries.clamp(min=0) + first.unsqueeze(1)
+        address = torch.cat([rows.window_address.view(rows.padded, -1), main], 1)
         bias = torch.zeros(entries.shape, dtype=self.num.dtype, device=entries.device)
         bias = bias.masked_fill_(entries < 0, -torch.inf).unsqueeze(1)
         return Selection(entries, address, bias)
@@ -329,6 +356,9 @@ class Attention:
         places = args.sliding_window + 1 + (args.index_topk if role and role.ratio else 0)
         self.sink = torch.zeros(self.heads, places, dtype=num.dtype, device=weights.device)
         self.sink[:, args.sliding_window] = weights.vector(f"{prefix}.attn_sink")
+        self.own_window = torch.zeros(places, dtype=torch.int64, device=weights.device)
+        self.own_window[: args.sliding_window + 1] = window_row
+        """Windows of other layers before this one's, at the places of the window; else 0."""
 
     def raw(self, u: Tensor) -> Tensor | None:
         """Projections of the unquantised input: compressor value and gate, index head weights."""
@@ -356,7 +386,7 @@ class Attention:
         record: dict[str, Tensor] | None = None,
     ) -> Tensor:
         """u [R, D], normed -> the sublayer's output [R, D]."""
-        num, role, args = self.num, self.role, self.args
+        num, role = self.num, self.role
         assert role is not None
         c, query, kv = self.latents(u)
         turn = rows.rotate_main if role.ratio else rows.rotate_window
@@ -365,7 +395,6 @@ class Attention:
         q_and_kv = num.act(turn.heads(q_and_kv))
         window = rows.pool.window[self.window_row]
         window.index_copy_(0, rows.window_write, num.window_kv(q_and_kv[:, h]))
-        keys = window.index_select(0, rows.window_address).view(-1, args.sliding_window + 1, d)
         bias = rows.decoder_bias if role.decoder else rows.encoder_bias
         if role.ratio:
             if self.indexer is not None:
@@ -377,11 +406,15 @@ class Attention:
                 if record is not None and note is not None:
                     record.update(note)
             chosen = rows.selection[role.index_source]
-            main = rows.pool.main[role.kv_source].index_select(0, chosen.address)
-            keys = torch.cat([keys, main.view(-1, args.index_topk, d)], 1)
+            # One gather of window and entries: to join them afterwards would copy all of it.
+            address = chosen.address + self.own_window * rows.pool.window_rows
+            keys = rows.pool.keys.index_select(0, address.view(-1))
             if role.decoder not in chosen.joined:
                 chosen.joined[role.decoder] = torch.cat([bias, chosen.bias], 2)
             bias = chosen.joined[role.decoder]
+        else:
+            keys = window.index_select(0, rows.window_address)
+        keys = keys.view(rows.padded, -1, d)
         o = num.attention(q_and_kv[:, :h], keys, bias + self.sink, self.scale)
         o = num.act(turn.back(num.act(o)))
         if record is not None:

@@ -39,6 +39,7 @@ class StateItem:
 class StatePool:
     """Room for `num_sequences` sequences of up to `max_tokens` tokens on one device.
 
+    keys    [rows of window and main, C]           one tensor, so that one gather reads of both
     window  [layers + drafters, S * ring + 1, C]   the last row is the sink's key of zeros
     main    {source: [S * entries + 1, C]}         the last row takes writes that must not count
     index   {source: [S * entries + 1, Ci]}
@@ -74,10 +75,19 @@ class StatePool:
         def rows(count: int, width: int) -> torch.Tensor:
             return torch.zeros(count, width, dtype=dtype, device=device)
 
-        self.window = torch.zeros(
-            layers, num_sequences * self.ring + 1, c, dtype=dtype, device=device
-        )
-        self.main = {s: rows(num_sequences * n + 1, c) for s, n in self.entries.items()}
+        self.window_rows = num_sequences * self.ring + 1
+        at = layers * self.window_rows
+        self.main_start: dict[int, int] = {}
+        """Row of `keys` where the entries of a source begin."""
+        for s, n in self.entries.items():
+            self.main_start[s] = at
+            at += num_sequences * n + 1
+        self.keys = rows(at, c)
+        self.window = self.keys[: layers * self.window_rows].view(layers, self.window_rows, c)
+        self.main = {
+            s: self.keys[start : start + num_sequences * self.entries[s] + 1]
+            for s, start in self.main_start.items()
+        }
         self.index = {s: rows(num_sequences * n + 1, ci) for s, n in self.entries.items()}
         self.pending = {
             s: rows(num_sequences * self.pending_ring, 2 * c)
@@ -94,7 +104,7 @@ class StatePool:
     @property
     def allocated_bytes(self) -> int:
         """Memory of the whole pool."""
-        parts = [self.window, *self.main.values(), *self.index.values(), *self.pending.values()]
+        parts = [self.keys, *self.index.values(), *self.pending.values()]
         return sum(t.nbytes for t in parts)
 
     def open(self) -> SequenceState:

@@ -25,6 +25,25 @@ def index_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     return dots.mul_(weights.unsqueeze(-1)).sum(1)
 
 
+def index_scores_together(
+    q: Tensor, weights: Tensor, keys: Tensor, places: Tensor, back: Tensor
+) -> Tensor:
+    """`index_scores` of rows of several sequences, each over its own keys, with the same bits.
+
+    q [R, H, C], weights [R, H], keys [Q, N, C]; places int64 [Q, M]: rows of each sequence, filled
+    up with any of them; back int64 [R]: where in `places` each row stands. Returns [R, N].
+    """
+    h, c = q.shape[1:]
+    sequences, most = places.shape
+    least = -(-MIN_PRODUCT_ROWS // h)
+    if most < least:
+        places = torch.cat([places, places[:, -1:].expand(-1, least - most)], 1)
+    flat = q.index_select(0, places.reshape(-1)).view(sequences, -1, c)
+    dots = torch.bmm(flat, keys.transpose(1, 2)).view(sequences, -1, h, keys.shape[1])
+    dots = dots[:, :most].reshape(sequences * most, h, -1).index_select(0, back)
+    return dots.relu_().mul_(weights.unsqueeze(-1)).sum(1)
+
+
 def mask_unreachable(scores: Tensor, reach: Tensor) -> Tensor:
     """scores [R, N] with -inf from entry `reach[r]` (int64 [R]) on."""
     entry = torch.arange(scores.shape[1], device=scores.device)

@@ -24,7 +24,7 @@ def gathers(num_rows: int, k: int, experts: int) -> bool:
 def sorts(num_rows: int, experts: int) -> bool:
     """Whether rows are sorted by expert, so that each expert meets its own rows only; again the
     same bits. It takes two calls an expert, which many rows are worth."""
-    return num_rows > 2 * experts
+    return 2 * num_rows > 3 * experts
 
 
 def route(

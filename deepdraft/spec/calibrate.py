@@ -7,6 +7,7 @@ A raw confidence is a logit: the drafter's own estimate is its sigmoid, the prob
 draft is accepted if all before it were.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,11 +48,7 @@ class Calibration:
         """Probabilities for one block's raw confidences; NaN where a confidence is NaN."""
         last = len(self.temperatures) - 1
         return tuple(
-            float(
-                _sigmoid(
-                    np.float64(x / self.temperatures[min(b, last)]) + self.shifts[min(b, last)]
-                )
-            )
+            _sigmoid_of(x / self.temperatures[min(b, last)] + self.shifts[min(b, last)])
             for b, x in enumerate(raw)
         )
 
@@ -164,6 +161,12 @@ def calibration_error(bins: Sequence[Bin]) -> float:
     """Mean distance of predicted from observed, weighted by count."""
     total = sum(b.count for b in bins)
     return sum(b.count * abs(b.predicted - b.observed) for b in bins) / total if total else 0.0
+
+
+def _sigmoid_of(x: float) -> float:
+    """Of one number; plain floats take a tenth of numpy's time for scalars."""
+    e = math.exp(-abs(x))  # NaN stays NaN
+    return (1.0 if x >= 0 else e) / (1.0 + e)
 
 
 def _sigmoid(x: Any) -> Any:

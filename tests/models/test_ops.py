@@ -244,6 +244,25 @@ def test_index_scores_and_reach() -> None:
             close(scores[r, n], want if n < reach else -math.inf)
 
 
+@pytest.mark.parametrize("counts", [(1, 1), (6, 1, 3), (2, 20)])
+@pytest.mark.parametrize("num_keys", [64, 192])
+def test_index_scores_of_several_sequences_have_the_bits_of_each(
+    counts: tuple[int, ...], num_keys: int
+) -> None:
+    rows, most = sum(counts), max(counts)
+    g = torch.Generator().manual_seed(rows)
+    q, w = torch.randn(rows, 2, 32, generator=g), torch.randn(rows, 2, generator=g)
+    keys = torch.randn(len(counts), num_keys, 32, generator=g)
+    places, back, want, start = [], [], [], 0
+    for number, count in enumerate(counts):
+        places.append([start + min(i, count - 1) for i in range(most)])
+        back += [number * most + i for i in range(count)]
+        at = slice(start, start := start + count)
+        want.append(index.index_scores(q[at], w[at], keys[number]))
+    found = index.index_scores_together(q, w, keys, torch.tensor(places), torch.tensor(back))
+    assert torch.equal(found, torch.cat(want))
+
+
 def naive_top(scores: list[float], k: int) -> list[int]:
     """The k best by (score, lower place first), ascending, then -1."""
     places = [n for n, s in enumerate(scores) if s > -math.inf]
