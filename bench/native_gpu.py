@@ -216,15 +216,14 @@ def tune(args: argparse.Namespace) -> None:
     results.save()
 
 
-def best_of(tuned: Path, *, programmatic: bool = True) -> dict[Key, tuple[int, ...]]:
-    """The fastest plan of each shape; () where it is Triton's."""
+def best_of(tuned: Path) -> dict[Key, tuple[int, ...]]:
+    """The fastest plan of each shape under programmatic launch; () where it is Triton's."""
     best: dict[Key, dict] = {}
     for r in json.loads(tuned.read_text())["tuned"]:
+        key = tuple(r["key"])
         if " D=" in r["name"]:
             continue
-        r["time"] = min(r["us"], r["programmatic_us"]) if programmatic else r["us"]
-        key = tuple(r["key"])
-        if key not in best or r["time"] < best[key]["time"]:
+        if key not in best or r["programmatic_us"] < best[key]["programmatic_us"]:
             best[key] = r
     return {k: () if r.get("triton") else tuple(r["fields"]) for k, r in best.items()}
 

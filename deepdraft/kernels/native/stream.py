@@ -44,12 +44,18 @@ class _Params(ctypes.Structure):
 
 
 SETTING = "DEEPDRAFT_NATIVE"
-_CHOICES = {"none": (), "experts": ("expert",), "dense": ("dense",), "all": ("expert", "dense")}
-_DEFAULT = "none"
+_CHOICES = {
+    "none": (),
+    "experts": ("expert",),
+    "dense": ("dense",),
+    "stages": ("stage",),
+    "all": ("expert", "dense", "stage"),
+}
+_DEFAULT = "all"
 
 
-def _chosen(kind: str, device: torch.device) -> bool:
-    """Whether weights of this kind are to be in fragment order on this device."""
+def chosen(kind: str, device: torch.device) -> bool:
+    """Whether weights of this kind, or stages between products, are this language's on a device."""
     setting = os.environ.get(SETTING, _DEFAULT)
     if setting not in _CHOICES:
         raise ConfigError(f"{SETTING}={setting!r}: one of {', '.join(_CHOICES)}")
@@ -58,7 +64,7 @@ def _chosen(kind: str, device: torch.device) -> bool:
 
 def dense_plan(device: torch.device, rows: int, cols: int, blocks: int = 1) -> StreamPlan | None:
     """How a dense FP8 matrix is streamed on this device; None: Triton's kernel reads it."""
-    if rows % (32 * blocks) or not _chosen("dense", device):
+    if rows % (32 * blocks) or not chosen("dense", device):
         return None
     plan = dense_stream_plan(rows, cols)
     fits = plan is not None and (blocks == 1 or rows // blocks // 32 % plan.down == 0)
@@ -69,7 +75,7 @@ def expert_plans(
     device: torch.device, hidden: int, width: int
 ) -> tuple[StreamPlan, StreamPlan] | None:
     """How the up and the down maps of experts are streamed; None: Triton's kernels read both."""
-    if not _chosen("expert", device):
+    if not chosen("expert", device):
         return None
     up, down = expert_stream_plan(2 * width, hidden), expert_stream_plan(hidden, width)
     return None if up is None or down is None else (up, down)
