@@ -35,15 +35,18 @@ def measure_costs(
     ever adds; and more rows count as no cheaper than fewer.
     """
     timer = _Timer(runner)
-    rows = tuple(n for n in rows if n <= runner.max_step_rows)
+    # A short context leaves room for few rows behind a prompt of one token.
+    room = runner.max_tokens - 1
+    rows = tuple(n for n in rows if n <= min(room, runner.max_step_rows))
+    each = tuple(n for n in ROWS_EACH if n <= room)
     verify: list[Sample] = []
     draft: list[Sample] = []
     with torch.inference_mode():
-        timer.open(min(context, runner.max_tokens - max(rows) - 1))
+        timer.open(max(1, min(context, runner.max_tokens - max(*rows, *each) - 1)))
         counts = [n for n in SEQUENCES if n <= len(timer.sequences)]
         for _ in range(repeats + 1):
             verify += [timer.step(1, n) for n in rows]
-            verify += [timer.step(q, q * n) for q in counts[1:] for n in ROWS_EACH]
+            verify += [timer.step(q, q * n) for q in counts[1:] for n in each]
             draft += [timer.draft(n) for n in counts]
         timer.close()
         sampled = min(timer.choice(i) for i in range(repeats + 1))
@@ -114,7 +117,8 @@ class _Timer:
     def draft(self, num_sequences: int) -> Sample:
         sequences = self.sequences[:num_sequences]
         # As in use: what the step before confirmed is fed first.
-        self.runner.step([(sequence, [1, 1]) for sequence in sequences])
+        fed = [1] * min(2, self.runner.max_tokens - self.context)
+        self.runner.step([(sequence, fed) for sequence in sequences])
 
         def draft() -> None:
             blocks = self.runner.draft([(s, 1) for s in sequences])

@@ -266,3 +266,23 @@ def test_the_number_of_drafts_is_checked(tokenizer: Tokenizer, runner: Runner) -
         load(tokenizer, drafter=False, num_drafts=3)
     with pytest.raises(StateError, match="no drafter here"):
         Runner(model, max_context=64, num_drafts=0).draft([])
+
+
+@pytest.mark.parametrize("max_context", [2, 17])
+def test_costs_are_measured_in_a_short_context(
+    runner: Runner, prompts: list[tuple[int, ...]], max_context: int
+) -> None:
+    """A context without room for the largest step measured; answers go up to its last place."""
+    short = Runner(runner.model, max_context=max_context, num_sequences=2)
+    costs = measure_costs(short, repeats=0)
+    assert max(costs.verify.rows) <= max(2 * max_context, 16) and short.num_free == 2
+    engine = Engine(short, max_running=2, speculation=Speculation(costs=costs))
+    engine.start()
+    try:
+        params, num = SamplingParams(seed=3), max_context - 1
+        starts = [prompt[:1] for prompt in prompts[:2]]
+        plain = texts(engine, starts, params, together=True, num=num, num_drafts=0)
+        assert texts(engine, starts, params, together=True, num=num) == plain
+        assert max(map(len, plain)) == num
+    finally:
+        engine.close()
