@@ -228,6 +228,17 @@ def best_of(tuned: Path) -> dict[Key, tuple[int, ...]]:
     return {k: () if r.get("triton") else tuple(r["fields"]) for k, r in best.items()}
 
 
+def deepen(factor: float) -> None:
+    """Rings of dense products so many times as deep, as far as shared memory goes: the same bits."""
+    for key, fields in plans.MEASURED.items():
+        if not fields or key[0] != "dense":
+            continue
+        plan = StreamPlan(*fields)
+        deeper = replace(plan, depth=max(2, round(plan.depth * factor)))
+        if (stream.shared_bytes(stream.FP8_ROWS, deeper) + 1024) * deeper.blocks <= 228 * 1024:
+            plans.MEASURED[key] = tuple(getattr(deeper, f) for f in FIELDS)
+
+
 def step(args: argparse.Namespace) -> None:
     from step_published import Published, ceilings
     from step_results import Results
@@ -236,8 +247,10 @@ def step(args: argparse.Namespace) -> None:
     if args.plans and args.plans.exists():
         plans.MEASURED.clear()
         plans.MEASURED.update(best_of(args.plans))
+    if args.depth != 1.0:
+        deepen(args.depth)
     results = Results(args.json, args.seconds)
-    results.data["native"] = args.native
+    results.data["native"], results.data["depth"] = args.native, args.depth
     args.layers, args.pool, args.context = 40, 96, 32768
     made: list[Published] = []
     results.stage("load", lambda: made.append(Published(args)) or made[0].loaded())
@@ -249,6 +262,8 @@ def step(args: argparse.Namespace) -> None:
     for lanes, pdl in ((False, False), (False, True), (True, False), (True, True)):
         name = f"variant lanes {int(lanes)} pdl {int(pdl)}"
         results.stage(name, lambda a=lanes, b=pdl: p.variant(lanes=a, pdl=b), needs=15)
+    if args.depth != 1.0:
+        return
     results.stage("layers rows 6 experts 22", lambda: p.layers(6, 22))
     results.stage("whole rows 6 experts 22", lambda: p.whole(6, 22))
     results.stage("profile rows 6 experts 22", lambda: p.profile(6, 22))
@@ -281,6 +296,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=240)
     parser.add_argument("--plans", type=Path)
     parser.add_argument("--native", default="all")
+    parser.add_argument("--depth", type=float, default=1.0, help="of the rings of dense products")
     parser.add_argument("--more", action="store_true")
     args = parser.parse_args()
     if args.part == "freeze":
