@@ -229,7 +229,7 @@ def best_of(tuned: Path) -> dict[Key, tuple[int, ...]]:
 
 
 def deepen(factor: float) -> None:
-    """Rings of dense products so many times as deep, as far as shared memory goes: the same bits."""
+    """Rings of dense products so many times as deep, as far as shared memory goes; same bits."""
     for key, fields in plans.MEASURED.items():
         if not fields or key[0] != "dense":
             continue
