@@ -194,8 +194,7 @@ def _shared_memory() -> Iterator[Check]:
     level: Level = "ok" if free >= _SHM_BYTES else "error"
     cure = "" if level == "ok" else "a container needs --shm-size=1g"
     yield Check("shared memory", level, f"{free >> 20} MiB free in /dev/shm", cure)
-    left = sorted(Path("/dev/shm").glob("triton_python_backend_shm_region_*"))
-    if left and not _is_running("triton_python_backend_stub"):
+    if left := unused_regions():
         yield Check(
             "shared memory", "warning", f"{len(left)} regions of a Triton server that was killed",
             f"rm {left[0].parent}/triton_python_backend_shm_region_*",
@@ -258,14 +257,26 @@ def _has_cuda() -> bool:
     return ctypes.util.find_library("cuda") is not None or shutil.which("nvidia-smi") is not None
 
 
-def _is_running(name: str) -> bool:
+def unused_regions() -> list[Path]:
+    """Shared memory of Triton servers that no process has mapped any more, oldest names first."""
+    regions = sorted(Path("/dev/shm").glob("triton_python_backend_shm_region_*"))
+    if not regions:
+        return []
+    mapped = ""
     for directory in Path("/proc").glob("[0-9]*"):
         try:
-            if name in (directory / "cmdline").read_bytes().decode("utf-8", "replace"):
-                return True
+            mapped += (directory / "maps").read_text()
         except OSError:
-            continue
-    return False
+            continue  # ended meanwhile, or another user's
+    me = os.getuid()
+    return [r for r in regions if r.name not in mapped and _owner(r) == me]
+
+
+def _owner(path: Path) -> int | None:
+    try:
+        return path.stat().st_uid
+    except OSError:
+        return None
 
 
 def read_compat(path: Path = COMPAT) -> dict[str, dict[str, str]]:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepdraft.adapters.environment_check import port_is_free
+from deepdraft.adapters.environment_check import port_is_free, unused_regions
 from deepdraft.adapters.environments import Environment, ready
 from deepdraft.adapters.supervisor import Rules, Supervised, answers
 from deepdraft.adapters.triton_export import Export, config_text, read_note
@@ -213,7 +213,7 @@ def running(
             export.name,
             lambda: answers(url.removesuffix("/v1") + export.ready_path),
         )
-        stack.callback(_sweep_shared_memory, _regions())
+        stack.callback(_sweep_shared_memory)
         for part in (engine, triton):
             if part is not None:
                 stack.enter_context(part)
@@ -250,15 +250,11 @@ def _copy(repository: Path, export: Export, engine_url: str, to: Path) -> Path:
     return to
 
 
-def _regions() -> set[str]:
-    return {p.name for p in Path("/dev/shm").glob("triton_python_backend_shm_region_*")}
-
-
-def _sweep_shared_memory(before: set[str]) -> None:
-    """Takes away regions that a killed server left; another server's were there before."""
-    for name in _regions() - before:
+def _sweep_shared_memory() -> None:
+    """Takes away regions that a killed server left; those of a server that runs are in use."""
+    for region in unused_regions():
         with contextlib.suppress(OSError):
-            (Path("/dev/shm") / name).unlink()
+            region.unlink()
 
 
 def up(repository: Path, ports: Ports, *, logs: Path | None, rules: Rules, say: Say) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from deepdraft.adapters import triton_up
-from deepdraft.adapters.environment_check import port_is_free
+from deepdraft.adapters.environment_check import port_is_free, unused_regions
 from deepdraft.adapters.environments import find, ready
 from deepdraft.adapters.supervisor import scrape
 from deepdraft.adapters.triton_export import Export, write_repository
@@ -35,9 +35,7 @@ try:
 except ConfigError as error:
     pytest.skip(error.message, allow_module_level=True)
 
-pytestmark = pytest.mark.xdist_group("triton")
 TEXT = "".join(WORDS)
-_SHM = Path("/dev/shm")
 
 
 class Grpc:
@@ -278,15 +276,13 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         folder / "repository",
         Export(name="tiny", checkpoint=str(checkpoint), serve_options=("--kv-memory", "0")),
     )
-    before = {p.name for p in _SHM.iterdir()}
     with running(out, logs=folder / "logs") as server:
         server.wait_ready(120)
         yield server
         pids = server.triton.pids() + (server.engine.pids() if server.engine else [])
         assert len(pids) >= 3, "server, stub and engine"
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10)
-    own = {n for n in before ^ {p.name for p in _SHM.iterdir()} if "triton" in n}
-    assert not own, "shared memory was left behind"
+    assert not unused_regions(), "shared memory was left behind"
     ports = server.ports
     assert all(port_is_free(ports.host, p) for p in (ports.http, ports.grpc, ports.metrics))
 
