@@ -23,6 +23,7 @@ from deepdraft.kv.layout import Layout
 from deepdraft.kv.settings import StoreSettings
 from deepdraft.kv.snapshot import fingerprint
 from deepdraft.kv.transfer import TransferSettings
+from deepdraft.models.state import StatePool
 from deepdraft.telemetry import Counters, logger
 from deepdraft.types import CacheUse, FinishReason
 
@@ -43,7 +44,8 @@ def open_reuse(
     sharing = fleet is not None and fleet.directory is not None
     runner = model.runner
     off = not options.kv_memory or options.device == "cuda"
-    if off or not isinstance(runner, Runner):
+    # The stored layout is V4.1's; other families' sequences have another state.
+    if off or not isinstance(runner, Runner) or not isinstance(runner.pool, StatePool):
         if options.kv_spill is not None or sharing:
             raise ConfigError(
                 "kv_spill and a KV directory need the KV cache, which is off (--kv-memory 0), or "

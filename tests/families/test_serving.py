@@ -4,6 +4,7 @@ import importlib.util
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +12,9 @@ import pytest
 
 from deepdraft.config import Config, EngineConfig
 from deepdraft.engine.load import load_engine
+from deepdraft.engine.reuse import open_reuse
 from deepdraft.engine.runner import Runner
+from deepdraft.errors import ConfigError
 from deepdraft.proof.tiny_families import tiny_config, tiny_tensors
 from deepdraft.proof.tiny_write import write_directory, write_tiny
 from deepdraft.server.service import Service
@@ -30,9 +33,7 @@ def serve() -> Iterator[Callable[..., Client]]:
     services: list[Service] = []
 
     def made(path: Path, **engine: Any) -> Client:
-        options = EngineConfig(
-            max_context=512, max_running=2, kv_memory=0, state_memory=1 << 28, **engine
-        )
+        options = EngineConfig(max_context=512, max_running=2, state_memory=1 << 28, **engine)
         model = load_engine(path, options)
         service = Service(lambda: model, Config(engine=options))
         services.append(service)
@@ -106,6 +107,15 @@ def test_the_format_can_be_chosen(tmp_path: Path, serve: Callable[..., Client]) 
         tokens = client.post("/tokenize", body).json()["tokens"]
         text = client.post("/detokenize", {"tokens": tokens}).json()["prompt"]
         assert text == "<｜begin▁of▁sentence｜>" + prompt
+
+
+def test_conversations_cannot_be_kept(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "m", "v3")
+    options = EngineConfig(max_context=64, max_running=1, kv_spill=str(tmp_path / "kv"), drafts=0)
+    model = load_engine(path, options)
+    with pytest.raises(ConfigError, match="which this model's family"):
+        open_reuse(model, options)
+    assert open_reuse(model, replace(options, kv_spill=None)) is None
 
 
 @pytest.mark.parametrize("kind", ["v3", pytest.param("v4", marks=pytest.mark.full)])
