@@ -42,7 +42,7 @@ from deepdraft.kernels import (  # noqa: E402
     routing,
     runtime,
 )
-from deepdraft.kernels.native import attend, boundary, plans, route, select, stream  # noqa: E402
+from deepdraft.kernels.native import boundary, plans, route, stages, stream  # noqa: E402
 from deepdraft.models import v41_step  # noqa: E402
 
 TESTS = (
@@ -75,11 +75,11 @@ def attention_times(o: Operands) -> dict:
         for plan in PLANS if rows == 6 else PLANS[:1]:
             case = attention_timed(o, rows, 64, attention.AttentionPlan(*plan))
             out[f"r={rows} plan {plan}"] = round(timed_us(case, False), 2)
-        attend.enable(True)
+        stages.use(["attend"])
         try:
             out[f"r={rows} native"] = round(timed_us(attention_timed(o, rows, 64), False), 2)
         finally:
-            attend.enable(False)
+            stages.use([])
     return out
 
 
@@ -93,13 +93,13 @@ def boundary_times(o: Operands) -> dict:
     }
     for name, run in runs.items():
         out[name] = us(name, run)
-        boundary.enable(True)
+        stages.use(["boundary"])
         try:
             for cluster in (1, 2, 4, 8) if s.hidden < 5000 else (2, 4, 8):
                 boundary.CLUSTER = cluster
                 out[f"{name} cluster {cluster}"] = us(name, run)
         finally:
-            boundary.enable(False)
+            stages.use([])
             boundary.CLUSTER = 8
     return out
 
@@ -129,15 +129,15 @@ def route_times(o: Operands) -> dict:
     out["router"] = time(lambda w: gemv.gemv(v, w, dtype=torch.float32))
     rows = partial(routing.route_rows, v)
     out["router, route_listed"] = time(lambda w: rows(w, bias, live, **settings))
-    route.enable(True)
+    stages.use(["route"])
     try:
         for own in (3, 4, 6, 8):
             route.OWN = own
             route._kernel.cache_clear()
             out[f"native {own} experts a block"] = time(lambda w: rows(w, bias, live, **settings))
     finally:
-        route.enable(False)
-        route.OWN = 3
+        stages.use([])
+        route.OWN = 8
         route._kernel.cache_clear()
     return out
 
@@ -148,11 +148,11 @@ def select_times(o: Operands) -> dict:
         scores, reach = o.floats(8, places), o.ints([places] * 6 + [0] * 2)
         run = partial(index.select_top, scores, reach, reach, o.sizes.topk, skip=o.sizes.topk)
         out[f"{places}"] = us("select", run)
-        select.enable(True)
+        stages.use(["select"])
         try:
             out[f"{places} native"] = us("select", run)
         finally:
-            select.enable(False)
+            stages.use([])
     return out
 
 
@@ -208,20 +208,7 @@ def quantised_times(o: Operands) -> dict:
 # ---- the step ------------------------------------------------------------------------------
 
 
-TRITON = ("latents", "quantise", "route")
-NATIVE = ("router", "attend", "boundary", "select")
-STAGES = TRITON + NATIVE
-
-
-def use(stages: tuple[str, ...], *, pdl: bool = False) -> None:
-    """These stages and no others from now on."""
-    v41_step.fused.clear()
-    v41_step.fused.update(stages)
-    attend.enable("attend" in stages)
-    boundary.enable("boundary" in stages)
-    route.enable("router" in stages)
-    select.enable("select" in stages)
-    runtime.use_programmatic_launch(pdl)
+STAGES = stages.STAGES
 
 
 class Step:
@@ -234,12 +221,16 @@ class Step:
         self.reference: torch.Tensor | None = None
         self.best: tuple[float, tuple[str, ...], bool, bool] = (1e9, (), False, True)
 
-    def variant(self, stages: tuple[str, ...], pdl: bool, lanes: bool = True) -> dict:
+    def use(self, chosen: tuple[str, ...], pdl: bool, first: bool) -> None:
+        stages.use(chosen)
+        runtime.use_programmatic_launch(pdl)
+        v41_step.SHARED_FIRST = first
+
+    def variant(self, chosen: tuple[str, ...], pdl: bool, first: bool = True) -> dict:
         from deepdraft.proof.bench_step import time_graph
 
         bench = self.p.bench
-        use(stages, pdl=pdl)
-        bench.step.lanes = v41_step.Lanes(bench.weights.device, on=lanes)
+        self.use(chosen, pdl, first)
         bench.rng = np.random.default_rng(5)
         bench.set_rows(6, 22)
         captured = bench.capture()
@@ -250,7 +241,7 @@ class Step:
             self.reference = logits
         timed = time_graph(captured.graph.replay, replays=10)
         if timed.median < self.best[0]:
-            self.best = timed.median, stages, pdl, lanes
+            self.best = timed.median, chosen, pdl, first
         gap = (logits - self.reference).double().norm() / self.reference.double().norm()
         return {
             "ms": round(timed.median, 4), "best": round(timed.best, 4),
@@ -259,11 +250,9 @@ class Step:
 
     def ends(self, results: Results) -> None:
         """The whole step with the fastest form so far."""
-        _, stages, pdl, lanes = self.best
-        use(stages, pdl=pdl)
-        device = self.p.bench.weights.device
-        self.p.bench.step.lanes = v41_step.Lanes(device, on=lanes)
-        results.data["best"] = {"stages": stages, "pdl": pdl, "lanes": lanes}
+        _, chosen, pdl, first = self.best
+        self.use(chosen, pdl, first)
+        results.data["best"] = {"stages": chosen, "pdl": pdl, "shared first": first}
         for rows, experts in ((6, 22), (1, 6)):
             run = partial(self.p.whole, rows, experts)
             results.stage(f"whole rows {rows} experts {experts}", run)
@@ -304,24 +293,14 @@ def step(args: argparse.Namespace, results: Results) -> None:
         return
     s = made[0]
     results.stage("compile", s.p.compile)
-    alone = [("attend",), ("boundary",), ("select",), ("route", "router")] if args.each else []
-    for stages in ((), *alone, STAGES):
-        name = " ".join(stages) or "none"
-        results.stage(f"layers {name}", partial(s.variant, stages, False), needs=10)
-    if args.each:
-        # Another order of summation in Triton's own kernel: what a last bit does to random layers.
-        attention.PLAN = attention.AttentionPlan(16, 32, 4, 3)
-        attention.sparse_attention.__kwdefaults__["plan"] = attention.PLAN
-        results.stage("layers other plan", partial(s.variant, (), False), needs=10)
-        attention.PLAN = attention.AttentionPlan(16, 64, 4, 3)
-        attention.sparse_attention.__kwdefaults__["plan"] = attention.PLAN
-    late = (*STAGES, "late")
+    alone = [(name,) for name in STAGES] if args.each else []
+    for chosen in ((), *alone, STAGES):
+        name = " ".join(chosen) or "none"
+        results.stage(f"layers {name}", partial(s.variant, chosen, False), needs=10)
     results.stage("layers all pdl", partial(s.variant, STAGES, True), needs=10)
-    results.stage("layers late pdl", partial(s.variant, late, True), needs=10)
-    torch.cuda.graph.default_capture_stream = torch.cuda.Stream(priority=-1)
-    results.stage("layers late pdl first", partial(s.variant, late, True), needs=10)
-    results.stage("layers all pdl first", partial(s.variant, STAGES, True), needs=10)
-    results.stage("layers all first", partial(s.variant, STAGES, False), needs=10)
+    beside = partial(s.variant, STAGES, True, False)
+    results.stage("layers all pdl, shared beside the router", beside, needs=10)
+    results.stage("layers none pdl", partial(s.variant, (), True), needs=10)
     s.ends(results)
 
 

@@ -307,26 +307,27 @@ def sparse_attention(
     places = 0 if main_rows is None else main_rows.shape[1]
     window_chunks = -(-window_rows.shape[1] // CHUNK_KEYS)
     chunks = window_chunks + -(-places // CHUNK_KEYS)
-    if native.enabled() and native.fits(channels, pairs, q.shape[1], window_rows.shape[1], places):
-        return native.attention(
-            q, cos, sin, window, window_rows, main, main_rows, sink, scale=scale
-        )
     part = torch.empty(rows, chunks, heads, channels, dtype=torch.float32, device=device)
     top = torch.empty(rows, chunks, heads, dtype=torch.float32, device=device)
     total = torch.empty_like(top)
     out = torch.empty(rows, heads, channels, dtype=torch.bfloat16, device=device)
-    tall = min(plan.heads, next_power(heads, 16))
-    wide = plan.channels
-    while channels % wide:
-        wide //= 2
-    launch(
-        chunk_kernel, (chunks, -(-heads // tall), rows),
-        q, cos, sin, window, window if main is None else main,
-        window_rows, window_rows if main_rows is None else main_rows, part, top, total,
-        heads, q.shape[1], window_rows.shape[1], places, scale, C=channels, PAIRS=pairs,
-        WINDOW_CHUNKS=window_chunks, CHUNKS=chunks, BH=tall, BC=wide,
-        N=CHUNK_KEYS, num_warps=plan.warps, num_stages=plan.stages,
-    )  # fmt: skip
+    if native.enabled(device) and native.fits(channels, pairs, q.shape[1]):
+        native.chunks(
+            q, cos, sin, window, window_rows, main, main_rows, part, top, total, scale=scale
+        )
+    else:
+        tall = min(plan.heads, next_power(heads, 16))
+        wide = plan.channels
+        while channels % wide:
+            wide //= 2
+        launch(
+            chunk_kernel, (chunks, -(-heads // tall), rows),
+            q, cos, sin, window, window if main is None else main,
+            window_rows, window_rows if main_rows is None else main_rows, part, top, total,
+            heads, q.shape[1], window_rows.shape[1], places, scale, C=channels, PAIRS=pairs,
+            WINDOW_CHUNKS=window_chunks, CHUNKS=chunks, BH=tall, BC=wide,
+            N=CHUNK_KEYS, num_warps=plan.warps, num_stages=plan.stages,
+        )  # fmt: skip
     launch(
         combine_kernel, (heads, rows), part, top, total, sink, cos, sin, out, heads,
         C=channels, PAIRS=pairs, WINDOW_CHUNKS=window_chunks, CHUNKS=chunks,

@@ -34,8 +34,8 @@ from deepdraft.kernels.rounding import (
 from deepdraft.kernels.runtime import check, launch, next_power, wait_for_inputs
 
 _SCORE_TILE = 128
-SCORE_ROWS = 8
-"""Rows that one program scores one after another; those of a sequence share its keys."""
+SCORE_ROWS = 1
+"""Rows that one program scores one after another: more share a sequence's keys, and wait."""
 SELECT_TILE = 8192
 """Scores that one program of a selection looks at."""
 
@@ -452,7 +452,7 @@ def _select(
     entries = torch.empty(rows, k, dtype=torch.int32, device=device)
     address = torch.empty_like(entries)
     taken = torch.empty(rows, dtype=torch.int32, device=device)
-    if native.enabled() and capacity <= native.MOST:
+    if native.enabled(device) and capacity <= native.MOST:
         native.select(
             scores, reach, length, reach if base is None else base, entries, address, taken,
             skip=skip, mul=mul, div=div,

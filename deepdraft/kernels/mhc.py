@@ -259,8 +259,8 @@ def boundary(
     mix = coef if pre is None else pre
     if norm is not None and mix is None:
         raise ValueError("a collapse needs pre or coef")
-    usual = pre is None and hidden_out is None and coef is not None
-    if usual and norm is not None and y is not None and native.enabled() and native.fits(hidden):
+    usual = pre is None and hidden_out is None and native.enabled(device) and native.fits(hidden)
+    if usual and norm is not None and y is not None and coef is not None:
         out, u, codes, scales = native.boundary(x, norm, y, shared, coef, norm_eps=norm_eps)
         return out, u, QuantRows(codes, scales)
     out = torch.empty_like(x) if y is not None else x

@@ -188,7 +188,7 @@ def route_rows(
     temperature: float, forced: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, ExpertList]:  # fmt: skip
     """`route_listed` from the router's input v bfloat16 [R, D] and the router [E, D]."""
-    if native.enabled() and native.fits(gate, k):
+    if native.enabled(v.device) and native.fits(gate, k):
         check(v, gate.values, bias, positions, *(() if forced is None else (forced,)))
         rows, width = v.shape
         if rows % ROW_TILE or width != gate.cols or v.dtype != torch.bfloat16:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from deepdraft.errors import ConfigError
-from deepdraft.kernels import attention, cache, gemv, mhc, rows
+from deepdraft.kernels import attention, cache, gemv, latents, mhc, rows
 from deepdraft.models.v41_buffers import DeviceCaches, RowInputs
 from deepdraft.models.v41_joins import Joins
 from deepdraft.models.v41_step import (
@@ -27,7 +27,6 @@ from deepdraft.models.v41_step import (
     attention_out,
     run_experts,
     run_mix,
-    split_latents,
 )
 from deepdraft.models.v41_weights import DrafterWeights, ModelWeights
 
@@ -98,9 +97,10 @@ class DeviceDrafter:
             with self.lanes.aside("mix"):
                 coef = run_mix(flow.x, layer.mix_attn, args)
             attn, window = layer.attention, self.caches.window[self.first_ring + number]
-            c_quant = split_latents(
-                gemv.gemv(u_quant, attn.w_in), attn, (cos, sin), dest, window, eps
-            )
+            c_quant = latents.split_latents(
+                gemv.gemv(u_quant, attn.w_in), attn.q_norm, attn.kv_norm, cos, sin, dest, window,
+                norm_eps=eps,
+            )  # fmt: skip
             query = gemv.gemv(c_quant, attn.w_query)
             o = attention.sparse_attention(
                 query, cos, sin, window, lists, attn.sink, scale=args.head_dim**-0.5

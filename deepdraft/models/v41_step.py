@@ -33,6 +33,8 @@ from deepdraft.kernels import (
     rows,
 )
 from deepdraft.kernels.gemv import QuantRows
+from deepdraft.kernels.native.fragments import Streamed
+from deepdraft.kernels.runtime import programmatic_launch
 from deepdraft.models.v41_buffers import DeviceCaches, RowInputs
 from deepdraft.models.v41_joins import Joins
 from deepdraft.models.v41_weights import (
@@ -46,9 +48,9 @@ from deepdraft.models.v41_weights import (
 Skip = frozenset[str]
 STAGES = ("engram", "mix", "index", "attention", "attention_out", "shared", "experts")
 """Parts of a layer that a measurement may leave out, one at a time."""
-fused: set[str] = set()
-"""Stages done in one launch instead of several: "latents", "quantise", "route"; "late": the shared
-expert is launched behind the router. To be measured."""
+SHARED_FIRST = True
+"""Whether, under programmatic launch, the shared expert runs before the router instead of beside
+it. Persistent kernels are there early and leave no room to a side lane: it would run last."""
 
 
 @dataclass(slots=True)
@@ -127,26 +129,14 @@ class Lanes:
         on = on and device.type == "cuda"
         self._streams = {n: torch.cuda.Stream(device) for n in ("mix", "side")} if on else {}
 
-    def mark(self) -> torch.cuda.Event | None:
-        """What was launched up to here, for `aside`."""
-        if not self._streams:
-            return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
-
     @contextlib.contextmanager
-    def aside(self, name: str, after: torch.cuda.Event | None = None) -> Generator[None]:
-        """Launches inside follow what was launched before (or before the mark `after`); nothing
-        follows them until `join`."""
+    def aside(self, name: str) -> Generator[None]:
+        """Launches inside follow what was launched before; nothing follows them until `join`."""
         if not self._streams:
             yield
             return
         lane = self._streams[name]
-        if after is None:
-            lane.wait_stream(torch.cuda.current_stream())
-        else:
-            lane.wait_event(after)
+        lane.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(lane):
             yield
 
@@ -174,30 +164,7 @@ def attention_out(o: Tensor, w: AttentionWeights, joins: Joins, skip: Skip = fro
     """Head outputs [R, H, C] through the grouped map: bfloat16 [R, D]."""
     if "attention_out" in skip:
         return o.flatten(1)[:, : w.wo_b.rows].contiguous()
-    if "quantise" in fused:
-        return joins.rows(gemv_quant.gemv_quantized(o.flatten(1), w.wo_a, blocks=w.groups), w.wo_b)
-    t = gemv.gemv(o.flatten(1), w.wo_a, blocks=w.groups)
-    return joins.rows(gemv.quantize_rows(t), w.wo_b)
-
-
-def split_latents(
-    latents_rows: Tensor,
-    w: AttentionWeights,
-    turn: tuple[Tensor, Tensor],
-    dest: Tensor,
-    window: Tensor,
-    eps: float,
-) -> QuantRows:
-    """The latent map's output bfloat16 [R, Q + C]: entries into `window`; the query's, normed."""
-    if "latents" in fused:
-        return latents.split_latents(
-            latents_rows, w.q_norm, w.kv_norm, *turn, dest, window, norm_eps=eps
-        )
-    rank = w.q_norm.shape[0]
-    cache.write_entries(
-        "window", latents_rows, w.kv_norm, *turn, dest, window, norm_eps=eps, start=rank
-    )
-    return mhc.norm_rows(latents_rows, w.q_norm, rank, norm_eps=eps)[1]
+    return joins.rows(gemv_quant.gemv_quantized(o.flatten(1), w.wo_a, blocks=w.groups), w.wo_b)
 
 
 def run_experts(
@@ -217,35 +184,22 @@ def run_experts(
     forced int32 [R, K]: these experts instead of the router's choice (measurements).
     """
     limit = args.swiglu_limit
-    shared_out, begin = v, lanes.mark()
-
-    def run_shared() -> Tensor:
-        with lanes.aside("side", begin):
+    streamed = isinstance(w.shared13, Streamed)
+    shared_out, in_turn = v, SHARED_FIRST and streamed and programmatic_launch()
+    if "shared" not in skip:
+        with contextlib.nullcontext() if in_turn else lanes.aside("side"):
             shared = moe.swiglu_rows(gemv.gemv(v_quant, w.shared13), limit=limit)
-            return gemv.gemv(shared, w.shared2)
-
-    if "shared" not in skip and "late" not in fused:
-        shared_out = run_shared()
-    if "route" in fused:
-        _, weights, listed = routing.route_rows(
-            v, w.gate, w.bias, positions, k=w.picks, scale=args.routed_scaling_factor,
-            temperature=args.gate_temp, forced=forced,
-        )  # fmt: skip
-    else:
-        logits = gemv.gemv(v, w.gate, dtype=torch.float32)
-        picks, weights = routing.route(
-            logits, w.bias, positions, k=w.picks, scale=args.routed_scaling_factor,
-            temperature=args.gate_temp,
-        )  # fmt: skip
-        listed = moe.expert_list(picks if forced is None else forced)
-    if "shared" not in skip and "late" in fused:
-        shared_out = run_shared()
+            shared_out = gemv.gemv(shared, w.shared2)
+    _, weights, listed = routing.route_rows(
+        v, w.gate, w.bias, positions, k=w.picks, scale=args.routed_scaling_factor,
+        temperature=args.gate_temp, forced=forced,
+    )  # fmt: skip
     if "experts" in skip:
         y = v.new_zeros(v.shape[0], w.picks, v.shape[1])
     else:
         up = moe.routed_up(v_quant, listed, weights, w.w13, limit=limit)
         y = moe.routed_down(up, listed, w.w2, picks=w.picks)
-    if "shared" not in skip:
+    if "shared" not in skip and not in_turn:
         lanes.join("side")
     return joins.picks(y, shared_out)
 
@@ -368,25 +322,18 @@ class DeviceStep:
         args, caches, eps = self.args, self.caches, self.args.rms_norm_eps
         turn = places.turn(1 if role.ratio else 0)
         window = caches.window[layer]
-        rank = w.q_norm.shape[0]
         raw = None
         if w.raw is not None:
             with self.lanes.aside("side"):
                 raw = gemv.gemv(u, w.raw, dtype=torch.float32)
                 if role.owns_kv:
                     self._write_entry(layer, role, w, raw, places)
-        made = gemv.gemv(u_quant, w.w_in)
-        if "latents" in fused:
-            c_quant = split_latents(made, w, turn, places.of("window"), window, eps)
-        else:
-            with self.lanes.aside("side"):
-                cache.write_entries(
-                    "window", made, w.kv_norm, *turn, places.of("window"), window, norm_eps=eps,
-                    start=rank,
-                )  # fmt: skip
-            _, c_quant = mhc.norm_rows(made, w.q_norm, rank, norm_eps=eps)
+        c_quant = latents.split_latents(
+            gemv.gemv(u_quant, w.w_in), w.q_norm, w.kv_norm, *turn, places.of("window"), window,
+            norm_eps=eps,
+        )  # fmt: skip
         query = gemv.gemv(c_quant, w.w_query)
-        if w.raw is not None or "latents" not in fused:
+        if w.raw is not None:
             self.lanes.join("side")
         main = chosen = None
         if role.ratio:

@@ -14,8 +14,8 @@ from tests.kernels.test_attention import Case
 pytestmark = pytest.mark.skipif(not CAN_RUN, reason="needs a CUDA device, or g++")
 
 
-def emulated(device, pairs, blocks):
-    return Emulated("attend", attend.macros(pairs, blocks), 256)
+def emulated(device, pairs, heads):
+    return Emulated("attend", attend.macros(pairs, heads), 256)
 
 
 def switched_on(test):
@@ -33,8 +33,8 @@ def switched_on(test):
 @pytest.mark.parametrize(
     "shape",
     grid(
-        [(3, 512, 32, 133, 0), (20, 512, 16, 20, 130), (16, 512, 32, 128, 70)],
-        [(64, 512, 32, 128, 512), (8, 512, 32, 128, 512), (64, 512, 32, 133, 0)],
+        [(3, 512, 32, 64, 0), (20, 512, 32, 20, 70)],
+        [(64, 512, 32, 128, 512), (8, 512, 32, 128, 512)],
     ),
 )
 @switched_on
@@ -57,15 +57,6 @@ def test_bits_do_not_depend_on_other_rows():
 
 @switched_on
 def test_other_shapes_are_left_to_triton():
-    assert attend.fits(512, 32, 32768, 128, 512) and not attend.fits(64, 16, 160, 128, 512)
-    assert not attend.fits(512, 32, 32768, 128, 1024)
+    assert attend.fits(512, 32, 32768) and not attend.fits(64, 16, 160)
     case = Case((2, 64, 16, 8, 0))
     torch.testing.assert_close(case.run().double(), case.reference(), rtol=2.0**-7, atol=2.0**-6)
-
-
-@switched_on
-def test_a_row_without_keys_is_zero():
-    case = Case((4, 512, 32, 64, 70))
-    case.window_rows[1].fill_(-1)
-    case.main_rows[1].fill_(-1)
-    assert not case.run()[1].any() and case.run()[0].any()

@@ -12,7 +12,7 @@ import functools
 import torch
 from torch import Tensor
 
-from deepdraft.kernels.native import build
+from deepdraft.kernels.native import build, stages
 from deepdraft.kernels.runtime import programmatic_launch
 
 CLUSTER = 8
@@ -20,7 +20,6 @@ CLUSTER = 8
 _VALUES = 4
 _MOST_THREADS = 1024
 _SHARED_BYTES = 256
-_enabled = False
 
 
 class _Params(ctypes.Structure):
@@ -35,15 +34,9 @@ class _Params(ctypes.Structure):
     )
 
 
-def enable(on: bool) -> None:
-    """Whether `mhc` takes this kernel from now on."""
-    global _enabled
-    _enabled = on
-
-
-def enabled() -> bool:
+def enabled(device: torch.device) -> bool:
     """Whether `mhc` is to take this kernel."""
-    return _enabled
+    return stages.enabled("boundary", device)
 
 
 def fits(hidden: int) -> bool:

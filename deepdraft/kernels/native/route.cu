@@ -159,7 +159,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) route_kernel(const __grid_
     const u16* w = p.w + ((long long)(expert / p.tile) * p.groups * p.tile + expert % p.tile) * 32 + 8 * t;
     const u16* v = p.v + (long long)(row_tile * T + g) * p.groups * 32 + 8 * t;
     float sum[4] = {};
-    launch_dependents();   // what follows may start to wait
     for (int begin = warp; begin < p.groups; begin += WARPS * BATCH) {
         uint4 a[BATCH], b[BATCH];
 #pragma unroll
@@ -203,6 +202,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) route_kernel(const __grid_
     __syncthreads();
     if (threadIdx.x == 0) *last = arrive(p.arrive + row_tile) == (int)gridDim.x - 1;
     __syncthreads();
+    // Not before: what follows would keep the multiprocessors from others' work, and has nothing to
+    // do before the list is there.
+    launch_dependents();
     if (!*last) return;
     if (threadIdx.x == 0) p.arrive[row_tile] = 0;
     if (warp < T) choose(p, row_tile * T + warp, picked + warp * K);

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from deepdraft.kernels.layout import Tiled
-from deepdraft.kernels.native import build
+from deepdraft.kernels.native import build, stages
 from deepdraft.kernels.runtime import ROW_TILE, programmatic_launch
 
-OWN = 3
-"""Experts of a block: the published router then has 128 blocks, one a multiprocessor."""
+OWN = 8
+"""Experts of a block: few blocks, so that few rows are read again and again."""
 _WARPS = 16
 _MOST_PICKS = 8
-_enabled = False
 
 
 class _Params(ctypes.Structure):
@@ -36,15 +35,9 @@ class _Params(ctypes.Structure):
     )
 
 
-def enable(on: bool) -> None:
-    """Whether `routing` takes this kernel from now on."""
-    global _enabled
-    _enabled = on
-
-
-def enabled() -> bool:
+def enabled(device: torch.device) -> bool:
     """Whether `routing` is to take this kernel."""
-    return _enabled
+    return stages.enabled("route", device)
 
 
 def fits(gate: Tiled, picks: int) -> bool:

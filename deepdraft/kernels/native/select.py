@@ -13,14 +13,13 @@ import functools
 import torch
 from torch import Tensor
 
-from deepdraft.kernels.native import build
+from deepdraft.kernels.native import build, stages
 from deepdraft.kernels.runtime import programmatic_launch
 
 THREADS = 1024
 MOST = 48 * THREADS
 """Scores of a row that one block selects from: they fit into shared memory."""
 _STEP = 8 * THREADS
-_enabled = False
 
 
 class _Params(ctypes.Structure):
@@ -33,15 +32,9 @@ class _Params(ctypes.Structure):
     )
 
 
-def enable(on: bool) -> None:
-    """Whether `index` takes this kernel from now on."""
-    global _enabled
-    _enabled = on
-
-
-def enabled() -> bool:
+def enabled(device: torch.device) -> bool:
     """Whether `index` is to take this kernel."""
-    return _enabled
+    return stages.enabled("select", device)
 
 
 def macros(most: int) -> dict[str, int]:

@@ -36,7 +36,7 @@ def switched(module, on, emulated, **fields):
     """A module of kernels.native on or off; on a CPU with its emulated kernel, and those fields of
     the module."""
     with contextlib.ExitStack() as stack:
-        changes = {"enabled": lambda: on}
+        changes = {"enabled": lambda device: on}
         if DEVICE != "cuda":
             changes |= {"_kernel": emulated, **fields}
         for name, value in changes.items():
