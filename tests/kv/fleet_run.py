@@ -24,6 +24,7 @@ from typing import Any
 import httpx
 
 from deepdraft.kv.fleet_files import init_fleet
+from tests.kv.lineage import Lineage
 from tests.kv.served import Peer, tiny_model, told, toy_tokenizer
 
 REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
@@ -237,11 +238,12 @@ class FleetRun:
         servers: int,
         numerics: str = "exact",
         prefill: str = "full",
+        reuse: str = "exact",
         namespaces: bool = False,
         first_port: int = 18000,
         hurry: float = 20.0,
     ) -> None:
-        self.random = random.Random(7)
+        self.random, self.reuse = random.Random(7), reuse
         self.tokenizer = toy_tokenizer(directory / "tokenizer")
         self.network = Network(servers, namespaces=namespaces)
         self.redis = Redis(directory / "redis", self.network.redis_host, first_port)
@@ -280,16 +282,23 @@ hurry = {hurry}
             command = [
                 *self.network.prefix(i),
                 *(sys.executable, "-m", "tests.kv.node"),
-                *(str(settings), str(directory / "tokenizer")),
+                *(str(settings), str(directory / "tokenizer"), reuse),
             ]
             url = f"http://{self.network.client_host(i)}:{port}"
             self.nodes.append(Node(i, place, command, url))
         for node in self.nodes:
             node.start()
         model = tiny_model(self.tokenizer, numerics)
+        exact = reuse == "exact"
         self.oracle = Peer(
-            self.tokenizer, model, numerics=numerics, prefill=prefill, kv_memory=0, drafts=0
+            self.tokenizer,
+            model,
+            numerics=numerics,
+            prefill=prefill,
+            kv_memory=0 if exact else 512 << 20,
+            drafts=0,
         )
+        self.lineage = None if exact else Lineage(self.oracle, reuse)
         self.client = httpx.Client(
             timeout=PATIENCE_S, limits=httpx.Limits(max_keepalive_connections=0)
         )
@@ -306,11 +315,14 @@ hurry = {hurry}
             time.sleep(0.01)
 
     def turn(self, conversation: Json) -> None:
-        """One turn on any server, compared with a cold run."""
+        """One turn on any server, compared with the oracle of its provenance."""
         if sum(len(m["content"]) for m in conversation["messages"]) > 220:
             conversation["messages"] = conversation["messages"][:1]
-        message = {"role": "user", "content": conversation["random"].choice("abcdefgh") * 9}
-        conversation["messages"].append(message)
+        content = conversation["random"].choice("abcdefgh") * 9
+        if self.lineage is not None:
+            conversation["turns"] = conversation.get("turns", 0) + 1
+            content += str(conversation["turns"])  # no text comes twice
+        conversation["messages"].append({"role": "user", "content": content})
         body = {
             "messages": conversation["messages"],
             "temperature": 0,
@@ -338,8 +350,13 @@ hurry = {hurry}
         self.counts["cached_tokens"] += details["cached_tokens"]
         self.counts[f"from_{details.get('cache_source', 'nothing')}"] += 1
         self.counts[f"provenance_{details.get('cache_provenance', 'none').split()[0]}"] += 1
-        cold = self.oracle.post("/v1/chat/completions", body)
-        self.counts["different"] += told(answer)[0] != told(cold)[0]
+        path = "/v1/chat/completions"
+        if self.lineage is None:
+            right = self.oracle.post(path, body)
+        else:
+            provenance = details.get("cache_provenance", "none")
+            right = self.lineage.post(path, body, provenance, details["cached_tokens"])
+        self.counts["different"] += told(answer)[0] != told(right)[0]
         content = answer.json()["choices"][0]["message"]["content"] or "x"
         conversation["messages"].append({"role": "assistant", "content": content})
 
@@ -410,11 +427,20 @@ hurry = {hurry}
         """`turns` turns of `conversations` conversations, again and again for `seconds`; a fault
         after each `every` turns. After `most_s` no further turn begins."""
         begin = time.monotonic()
+
+        def first(i: int) -> str:
+            """Where states depend on their past, conversations have no text in common; for
+            replays they begin with the same, which is what is replayed then."""
+            if self.reuse == "whole":
+                return f"{i}: you are a server. " * 5
+            same = f"You are number {i % 5}. " * 5
+            return same if self.reuse == "exact" else f"{same}Or {i}?"
+
         chats = [
             {
                 "id": f"session-{i}",
                 "random": random.Random(i),
-                "messages": [{"role": "system", "content": f"You are number {i % 5}. " * 5}],
+                "messages": [{"role": "system", "content": first(i)}],
             }
             for i in range(conversations)
         ]
@@ -461,11 +487,12 @@ hurry = {hurry}
                 for name, value in report["stats"].items():
                     if name.startswith(("kv_fetch_", "kv_claim_", "kv_lookup_")):
                         totals[name] += value
+        seen = self.lineage.counts if self.lineage is not None else Counter[str]()
         return {
             "seconds": round(seconds, 1),
             "namespaces": self.network.namespaces,
             "client_errors": 0,
-            **dict(sorted(self.counts.items())),
+            **dict(sorted({**self.counts, **seen}.items())),
             "servers": dict(sorted(totals.items())),
         }
 

@@ -1,6 +1,6 @@
 """One server of a fleet as a process of its own, with a tiny model:
 
-    python -m tests.kv.node CONFIG.toml TOKENIZER_DIR PORT_FILE REPORT.json
+    python -m tests.kv.node CONFIG.toml TOKENIZER_DIR REUSE PORT_FILE REPORT.json
 
 When it is told to stop it writes what it counted and whether its books are right.
 """
@@ -48,6 +48,7 @@ def books(cache: Any) -> dict[str, Any]:
 
 
 def main() -> int:
+    reuse = sys.argv.pop(3)
     config_file, directory, port_file, report = (Path(a) for a in sys.argv[1:5])
     torch.set_num_threads(1)
     config = load_config(config_file)
@@ -65,6 +66,8 @@ def main() -> int:
     if service.failure is not None:
         print(service.failure.message, file=sys.stderr)
         return 2
+    assert service._engine is not None and service._engine.reuse is not None
+    service._engine.reuse.cache.reuse = reuse  # type: ignore[assignment]
     port_file.write_text("ready")
     server.run()
     return 0
