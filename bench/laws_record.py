@@ -41,6 +41,8 @@ SCHEMA = {
     "additionalProperties": False,
 }
 BLOCKS, PLACES, MOST_TOKENS = 4, 3, 64
+SECOND = 0.03
+"""The second likeliest token has more, so that a shift of 0.01 between the first two is seen."""
 
 
 def record(model: Path, prompts: str, num_prompts: int, tokens: int) -> dict[str, Any]:
@@ -69,7 +71,7 @@ def record(model: Path, prompts: str, num_prompts: int, tokens: int) -> dict[str
                 verdict: Verdict,
                 seen: list[tuple[float, dict[str, Any]]] = seen,
             ) -> None:
-                if len(proposal) < PLACES or not proposal.laws:
+                if len(proposal) <= PLACES or not proposal.laws:
                     return
                 q = [np.asarray(row, dtype=np.float64) for row in proposal.laws]
                 p = [np.asarray(target.law(i), dtype=np.float64) for i in range(len(proposal) + 1)]
@@ -120,7 +122,8 @@ def _block(p: list[Row], q: list[Row], drafts: list[int]) -> tuple[float, dict[s
     gaps = [0.5 * np.abs(p[i] - q[i]).sum() * (1 - p[i].max()) for i in range(PLACES)]
     proposal = Proposal(start=0, token_ids=tuple(drafts), laws=q)
     token, block = (sum(survival(rule, proposal, FixedTarget(p))) for rule in RULES)
-    telling = float(min(gaps)) + float(block - token)
+    second = min(np.sort(p[i])[-2] for i in range(PLACES))
+    telling = float(min(gaps)) + float(block - token) if second > SECOND else 0.0
     return telling, {
         "p": [[float(f"{x:.12g}") for x in row[some]] for row in p],
         "q": [[float(f"{x:.12g}") for x in row[some]] for row in q],

@@ -25,7 +25,7 @@ def test_what_was_recorded_is_worth_testing() -> None:
     distances = []
     for block in (b for blocks in RECORDED.values() for b in blocks):
         p, q = recorded_laws.laws_of(block)
-        assert len(p) == len(q) + 1 >= 4
+        assert len(p) == len(q) + 1 >= 5
         distances += [0.5 * np.abs(a - b).sum() for a, b in zip(p, q, strict=False)]
         assert all(q[i][x] > 0 for i, x in enumerate(block["drafts"]))
     assert 0.2 < np.mean(distances) < 0.8
