@@ -294,12 +294,16 @@ def step(args: argparse.Namespace, results: Results) -> None:
     s = made[0]
     results.stage("compile", s.p.compile)
     alone = [(name,) for name in STAGES] if args.each else []
-    for chosen in ((), *alone, STAGES):
+    for chosen in () if args.brief else ((), *alone, STAGES):
         name = " ".join(chosen) or "none"
         results.stage(f"layers {name}", partial(s.variant, chosen, False), needs=10)
     results.stage("layers all pdl", partial(s.variant, STAGES, True), needs=10)
     beside = partial(s.variant, STAGES, True, False)
     results.stage("layers all pdl, shared beside the router", beside, needs=10)
+    if args.brief:
+        s.use(*s.best[1:])
+        results.stage("timeline", s.timeline)
+        return
     results.stage("layers none pdl", partial(s.variant, (), True), needs=10)
     s.ends(results)
 
@@ -311,6 +315,9 @@ def main() -> None:
     parser.add_argument("--parts", default="check,small,step")
     parser.add_argument("--tests", help="these modules of tests/kernels only")
     parser.add_argument("--each", action="store_true", help="every fused stage alone, too")
+    parser.add_argument(
+        "--brief", action="store_true", help="of the step the two fastest forms only"
+    )
     parser.add_argument("--layers", type=int, default=40)
     parser.add_argument("--pool", type=int, default=96)
     parser.add_argument("--context", type=int, default=32768)
