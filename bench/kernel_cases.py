@@ -13,7 +13,9 @@ from deepdraft.kernels import (
     engram,
     filters,
     gemv,
+    gemv_quant,
     index,
+    latents,
     layout,
     markov,
     mhc,
@@ -124,6 +126,15 @@ def sass_cases() -> Iterator[SassCase]:
             floats(8, 384), floats(384), ints(8), k=6, scale=1.5, temperature=1.0
         ),
     )
+    logits, live = floats(8, 384), ints(8)
+    settings = {"k": 6, "scale": 1.5, "temperature": 1.0}
+    yield SassCase(
+        "route and list",
+        lambda: routing.route_listed(logits, floats(384), live, ints(16), **settings),
+    )
+    yield SassCase("latents", split)
+    grouped, wide = fake_tiled("fp8", 8192, 4096), meta(8, 32768, dtype=torch.bfloat16)
+    yield SassCase("wo_a, quantised", lambda: gemv_quant.gemv_quantized(wide, grouped, blocks=8))
     rows = meta(8, 24, dtype=torch.int64)
     table = meta(1000, 256), meta(1000, 8)
     yield SassCase("engram rows", lambda: engram.gather_rows(*table, rows))
@@ -139,6 +150,13 @@ def sass_cases() -> Iterator[SassCase]:
         "log-probabilities", lambda: filters.token_logprobs(floats(8, 129280), ints(8), listed=20)
     )
     yield SassCase("markov rounds", drafted)
+
+
+def split() -> object:
+    x, tables = meta(8, 1792, dtype=torch.bfloat16), (floats(8, 32), floats(8, 32))
+    return latents.split_latents(
+        x, floats(1280), floats(512), *tables, ints(8), meta(1000, 528), norm_eps=1e-20
+    )
 
 
 def filtered() -> object:

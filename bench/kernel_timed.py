@@ -504,16 +504,17 @@ def expert_rows(o: Operands, b: Batch) -> Callable[[Sequence[int]], tuple[Tensor
     count = min(32, s.experts)
     w13 = o.experts(2 * s.width, s.hidden, layout.expert_plan(2 * s.width, s.hidden), count)
     w2 = o.experts(s.hidden, s.width, layout.expert_plan(s.hidden, s.width), count)
-    logits, bias = o.floats(16, count), torch.zeros(count, device=o.device)
+    plan = layout.dense_plan(-(-count // 32) * 32, s.hidden)
+    gate, bias = o.dense("bf16", count, s.hidden, plan, 1)[0], torch.zeros(count, device=o.device)
     x, positions = o.halves(16, s.hidden), o.ints(list(range(16)))
 
     def run(rows):
         at = b.take(positions, rows)
         at[len(rows) :] = -1
-        scores = b.take(logits, rows)
-        picks, weights = routing.route(scores, bias, at, k=s.picks, scale=1.5, temperature=1.0)
-        listed = moe.expert_list(picks)
-        h = moe.routed_up(gemv.quantize_rows(b.take(x, rows)), listed, weights, w13, limit=10.0)
+        v = b.take(x, rows)
+        settings = {"k": s.picks, "scale": 1.5, "temperature": 1.0}
+        picks, weights, listed = routing.route_rows(v, gate, bias, at, **settings)
+        h = moe.routed_up(gemv.quantize_rows(v), listed, weights, w13, limit=10.0)
         y = moe.routed_down(h, listed, w2, picks=s.picks)
         return picks, weights, y
 
