@@ -20,13 +20,15 @@ import numpy as np
 import torch
 
 from deepdraft.checkpoint.reader import Checkpoint
+from deepdraft.config import memory_of_machine
 from deepdraft.engine.engine import Engine
+from deepdraft.engine.load import STATE_SHARE
 from deepdraft.engine.measure import measure_costs
 from deepdraft.engine.request import new_gate
 from deepdraft.engine.runner import Runner
 from deepdraft.engine.speculate import Block, BlockTarget, Speculation
-from deepdraft.errors import EngineError
-from deepdraft.proof.prompts import Prompt, evenly, load_prompts
+from deepdraft.errors import ConfigError, EngineError
+from deepdraft.proof.prompts import Prompt, context_for, evenly, load_prompts
 from deepdraft.spec.calibrate import (
     Calibration,
     Observation,
@@ -82,8 +84,15 @@ class Bench:
     """A loaded model, and answers under any setting."""
 
     def __init__(
-        self, model: str | Path, *, context: int, numerics: str = "exact", streams: int = 1
+        self,
+        model: str | Path,
+        prompts: Sequence[Prompt],
+        tokens: int,
+        *,
+        numerics: str = "exact",
+        streams: int = 1,
     ) -> None:
+        """With room for these prompts and answers of `tokens` tokens. Raises ConfigError."""
         torch.set_num_threads(1)
         self.streams = streams
         self.tokenizer = Tokenizer.load(model)
@@ -94,9 +103,15 @@ class Bench:
             self.tokenizer,
             numerics=numerics,
             drafter=True,
-            max_context=context + context % 2,
+            max_context=context_for(prompts, tokens, checkpoint.args.max_position_embeddings),
             num_sequences=max(4, streams),
+            state_bytes=memory_of_machine() // STATE_SHARE,
         )
+        if self.runner.num_sequences < streams:
+            raise ConfigError(
+                f"the state of {streams} streams does not fit this machine's memory; "
+                f"that of {self.runner.num_sequences} does"
+            )
         self.block_size = self.runner.block_size
         self.costs = measure_costs(self.runner, repeats=6)
         self.last_stats: dict[str, int] = {}
@@ -109,7 +124,10 @@ class Bench:
         tokens: int,
         calibration: Calibration | None = None,
     ) -> list[Answer]:
-        """Answers in the order of the prompts. Those without a decode step are left out."""
+        """Answers in the order of the prompts, without those that took no step of decoding.
+
+        Raises ConfigError where none took one.
+        """
         self.runner.block_size = setting.num_drafts or self.block_size
         options = Speculation(
             rule=setting.rule,
@@ -153,6 +171,11 @@ class Bench:
             self.last_stats = engine.stats()
             engine.close()
             self.runner.block_size = self.block_size
+        if not answers:
+            raise ConfigError(
+                "no answer took a step of decoding, as the prompt gives the first token: ask for "
+                "longer answers, or other prompts"
+            )
         if self.streams > 1:
             for answer in answers:
                 answer.seconds = (time.perf_counter() - begin) / len(answers)
@@ -200,8 +223,7 @@ def accept(
 ) -> dict[str, Any]:
     """The whole report. `quick` leaves out block sizes and thresholds."""
     chosen = evenly(load_prompts(prompts, Tokenizer.load(model)), num_prompts)
-    context = max(len(p.ids) for p in chosen) + tokens
-    bench = Bench(model, context=context, numerics=numerics, streams=streams)
+    bench = Bench(model, chosen, tokens, numerics=numerics, streams=streams)
     grid = [Setting(temperature=0.0)]
     grid += [Setting(temperature=t, rule=r) for t in TEMPERATURES[1:] for r in RULES]
     recorded = {setting: bench.run(chosen, setting, tokens) for setting in grid}
@@ -289,7 +311,7 @@ def _reliability(setting: Setting, answers: Sequence[Answer], num: int) -> dict[
         bins = reliability(np.array(said), np.array(came))
         result[name] = {
             "drafts": len(said),
-            "brier": round(brier(np.array(said), np.array(came)), 5),
+            "brier": round(brier(np.array(said), np.array(came)), 5) if said else None,
             "expected_calibration_error": round(calibration_error(bins), 5),
             "bins": [
                 {

@@ -33,8 +33,7 @@ def drafted(
     are read beside the decoding, and their time counts.
     """
     chosen = evenly(load_prompts(prompts, Tokenizer.load(model)), num_prompts)
-    context = max(len(p.ids) for p in chosen) + tokens
-    bench = Bench(model, context=context, numerics=numerics, streams=streams)
+    bench = Bench(model, chosen, tokens, numerics=numerics, streams=streams)
     calibration = read_calibrations(Path(model)).get("coupled", Calibration())
     settings = {
         "plain": Setting(temperature=temperature, schedule="none"),

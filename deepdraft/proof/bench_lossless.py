@@ -18,7 +18,7 @@ from deepdraft.engine.engine import Engine
 from deepdraft.engine.runner import Runner
 from deepdraft.engine.speculate import Speculation
 from deepdraft.errors import EngineError
-from deepdraft.proof.prompts import Prompt, evenly, load_prompts
+from deepdraft.proof.prompts import Prompt, context_for, evenly, load_prompts
 from deepdraft.spec.schedule import FixedSchedule
 from deepdraft.text.tokenizer import Tokenizer
 from deepdraft.types import GenerateRequest, SamplingParams, SpeculationParams
@@ -38,7 +38,6 @@ def lossless(
     torch.set_num_threads(1)
     tokenizer = Tokenizer.load(model)
     chosen = evenly(load_prompts(prompts, tokenizer), num_prompts)
-    context = max(len(p.ids) for p in chosen) + tokens
     checkpoint = Checkpoint.open(model)
     runner = Runner.from_checkpoint(
         checkpoint,
@@ -46,7 +45,7 @@ def lossless(
         numerics=numerics,
         drafter=True,
         num_sequences=batch,
-        max_context=context + context % 2,
+        max_context=context_for(chosen, tokens, checkpoint.args.max_position_embeddings),
     )
     schedule = FixedSchedule(num_drafts=runner.block_size)
     engine = Engine(

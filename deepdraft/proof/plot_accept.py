@@ -120,6 +120,8 @@ def _reliability(report: Mapping[str, Any], name: str, column: int) -> _Panel:
         colour = COLOURS[i % len(COLOURS)]
         bins = [b for b in own[name]["bins"] if b["count"] >= 10]
         panel.line([(b["predicted"], b["observed"]) for b in bins], colour)
-        label = f"{own['rule']} T={own['temperature']:g} Brier {own[name]['brier']:.3f}"
+        score = own[name]["brier"]
+        told = "of no drafts" if score is None else f"{score:.3f}"
+        label = f"{own['rule']} T={own['temperature']:g} Brier {told}"
         panel.text(0.98, 0.0, label, dy=-8 - 12 * i, anchor="end", colour=colour)
     return panel

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepdraft.errors import ConfigError
+from deepdraft.errors import ConfigError, RequestError
 from deepdraft.text.tokenizer import Tokenizer
 
 BUNDLED = Path(__file__).resolve().parent / "prompts.json"
@@ -41,7 +41,10 @@ def load_prompts(file: str | Path | None, tokenizer: Tokenizer) -> list[Prompt]:
     for i, entry in enumerate(entries):
         ok = isinstance(entry, dict) and isinstance(entry.get("domain"), str)
         if ok and isinstance(entry.get("text"), str):
-            ids = tokenizer.encode_with_control(entry["text"])
+            try:
+                ids = tokenizer.encode_with_control(entry["text"])
+            except RequestError as error:
+                raise ConfigError(f"{path}: prompt {i}: {error.message}") from error
         elif ok and isinstance(entry.get("ids"), list):
             ids = entry["ids"]
             if not all(type(x) is int and 0 <= x < tokenizer.vocab_size for x in ids):
@@ -62,3 +65,19 @@ def evenly(prompts: Iterable[Prompt], num: int | None) -> list[Prompt]:
     most = max(map(len, by_domain.values()), default=0)
     turns = [x[i] for i in range(most) for x in by_domain.values() if i < len(x)]
     return turns if num is None else turns[:num]
+
+
+def context_for(prompts: Iterable[Prompt], num_new: int, limit: int) -> int:
+    """The context, an even number of tokens, in which each prompt is answered by `num_new`.
+
+    Raises ConfigError where a model of context `limit` has no room for that.
+    """
+    longest = max(prompts, key=lambda prompt: len(prompt.ids))
+    size = len(longest.ids) + num_new
+    if size > limit:
+        raise ConfigError(
+            f"a prompt of domain {longest.domain!r} has {len(longest.ids)} tokens; with {num_new} "
+            f"of an answer that is more than the model's context of {limit}: leave it out, or ask "
+            "for shorter answers"
+        )
+    return min(size + size % 2, limit)

@@ -12,7 +12,7 @@ from deepdraft.engine.sampler import Sampler
 from deepdraft.errors import ConfigError
 from deepdraft.proof import bench_accept, bench_drafted, bench_lossless
 from deepdraft.proof.plot_accept import plot
-from deepdraft.proof.prompts import Prompt, evenly, load_prompts
+from deepdraft.proof.prompts import Prompt, context_for, evenly, load_prompts
 from deepdraft.server.service import bundled_checkpoint
 from deepdraft.spec.calibrate import Calibration, Observation
 from deepdraft.spec.costs import CostTable, StepCosts
@@ -54,6 +54,7 @@ def test_bundled_prompts_cover_the_domains(tokenizer: Tokenizer) -> None:
         ('[{"domain": "a", "ids": [4096]}]', "prompt 0 has ids outside"),
         ('[{"domain": "a", "ids": [true]}]', "prompt 0 has ids outside"),
         ('[{"domain": "a", "ids": []}]', "prompt 0 is empty"),
+        (r'[{"domain": "a", "text": "\ud800"}]', "prompts.json: prompt 0: The text holds a lone"),
     ],
 )
 def test_a_wrong_prompt_file_is_named(
@@ -147,8 +148,8 @@ def test_the_plot_is_well_formed(report: dict[str, Any]) -> None:
 
 def test_what_is_accepted_does_not_depend_on_the_streams(report: dict[str, Any]) -> None:
     """The same drafts stand, alone and beside others; single rates are told of single streams."""
-    together = bench_accept.Bench(MODEL, context=120, streams=3)
-    prompts = evenly(load_prompts(None, together.tokenizer), 6)
+    prompts = evenly(load_prompts(None, Tokenizer.load(MODEL)), 6)
+    together = bench_accept.Bench(MODEL, prompts, 20, streams=3)
     for rule in ("coupled", "block"):
         setting = bench_accept.Setting(temperature=1.0, rule=rule)
         rows = bench_accept._rows(setting, together.run(prompts, setting, 20), together)
@@ -195,3 +196,23 @@ def test_evenly_with_uneven_domains() -> None:
     prompts = [Prompt("a", (1,)), Prompt("a", (2,)), Prompt("b", (3,))]
     assert [p.ids[0] for p in evenly(prompts, None)] == [1, 3, 2]
     assert evenly([], None) == []
+
+
+def test_the_context_fits_the_longest_prompt() -> None:
+    prompts = [Prompt("a", (1,)), Prompt("b", (1,) * 9)]
+    assert [context_for(prompts, n, 12) for n in (1, 2, 3)] == [10, 12, 12]
+    with pytest.raises(ConfigError, match="of domain 'b' has 9 tokens; with 4 of an answer"):
+        context_for(prompts, 4, 12)
+
+
+def test_prompts_and_streams_that_cannot_be_measured(tmp_path: Path) -> None:
+    """Clear errors; and one tiny prompt is enough for a report, which is JSON."""
+    file = tmp_path / "prompts.json"
+    file.write_text('[{"domain": "a", "ids": [0, 5, 6]}]')
+    with pytest.raises(ConfigError, match="no answer took a step"):
+        bench_accept.accept(MODEL, prompts=str(file), tokens=1, quick=True)
+    with pytest.raises(ConfigError, match="state of 100000000 streams does not fit"):
+        bench_accept.Bench(MODEL, [Prompt("a", (1,))], 5, streams=10**8)
+    report = bench_accept.accept(MODEL, prompts=str(file), tokens=3, quick=True)
+    assert json.loads(json.dumps(report, allow_nan=False))["prompts"] == 1
+    assert "Brier of no drafts" in plot(report)
