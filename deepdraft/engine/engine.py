@@ -5,6 +5,7 @@ Knows nothing of: HTTP, text, model internals, how drafts are made and judged. O
 thread touches the runner.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -218,6 +219,12 @@ class Engine:
                 raise RequestError(
                     f"token id {token_id} is outside this model's vocabulary [0, {vocab})"
                 )
+        temperature = request.sampling.temperature
+        if not 0.0 <= temperature < math.inf:
+            raise RequestError(
+                f"temperature is {temperature}; it must be a number of at least 0",
+                param="temperature",
+            )
         if request.max_new_tokens < 1:
             raise RequestError(
                 f"max_tokens must be at least 1, got {request.max_new_tokens}", param="max_tokens"

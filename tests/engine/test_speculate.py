@@ -13,6 +13,7 @@ import torch
 from deepdraft.engine.engine import Engine
 from deepdraft.engine.sampler import Row, scores
 from deepdraft.engine.speculate import Speculation
+from deepdraft.errors import RequestError
 from deepdraft.spec.costs import CostTable, StepCosts
 from deepdraft.spec.laws import law
 from deepdraft.spec.schedule import FixedSchedule, ThresholdSchedule
@@ -486,3 +487,28 @@ def test_by_cost_hopeless_drafts_are_not_even_made() -> None:
     assert stats is not None and stats.drafts == stats.verified == 0
     # A trial asks for one confidence a step; that still counts as a trial, so the gate pauses.
     assert 3 <= len(made) == stats.drafted_steps <= 12 and set(made) == {0}
+
+
+@pytest.mark.parametrize("temperature", [-1.0, -1e-300, math.inf, math.nan])
+def test_a_temperature_that_is_none_is_refused(temperature: float) -> None:
+    """A negative one would choose the least likely tokens."""
+    with serving(runner_of(), speculation=SCHEDULES["all"]) as engine:
+        with pytest.raises(RequestError, match="it must be a number of at least 0") as caught:
+            engine.generate(wish("a", sampling=SamplingParams(temperature=temperature)))
+        assert caught.value.param == "temperature"
+        assert answer(engine.generate(wish("a")))[1] == "length"
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-30, 1e30, 1.7e308])
+@pytest.mark.parametrize("seed", [0, 2**63, 2**64 - 1])
+def test_the_ends_of_temperature_and_seed(temperature: float, seed: int) -> None:
+    """Plain decoding's tokens; the smallest temperatures give the greedy ones."""
+    params = SamplingParams(temperature=temperature, seed=seed, top_k=10**9)
+    with serving(runner_of(), speculation=SCHEDULES["all"]) as engine:
+        plain = answer(engine.generate(wish("a", sampling=params, speculation=PLAIN)))
+        assert answer(engine.generate(wish("a", sampling=params))) == plain
+        greedy = answer(engine.generate(wish("a", sampling=SETTINGS["greedy"])))
+        assert (greedy == plain) == (temperature < 1)
+        if temperature < 1:
+            block = wish("a", sampling=params, speculation=SpeculationParams(rule="block"))
+            assert answer(engine.generate(block)) == plain
