@@ -443,7 +443,8 @@ class Speculator:
             allocation = schedule.allocate(confidences, sizes=sizes, max_rows=most)
         for block, own, num in zip(blocks, confidences, allocation.num_drafts, strict=True):
             block.cut(num)
-            block.promised = sum(accumulate(own[:num], mul), 1.0)
+            survivals: list[float] = list(accumulate(own[:num], mul))
+            block.promised = 1.0 + sum(survivals)
 
     def _confidences(self, block: Block, *more: float) -> tuple[float, ...]:
         calibration = self.options.calibrations.get(block.request.rule) or Calibration()
