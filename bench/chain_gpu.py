@@ -43,7 +43,6 @@ from deepdraft.kernels import (  # noqa: E402
     runtime,
 )
 from deepdraft.kernels.native import boundary, plans, route, stages, stream  # noqa: E402
-from deepdraft.models import v41_step  # noqa: E402
 
 TESTS = (
     "test_fused", "test_native_attend", "test_native_boundary", "test_native_route",
@@ -221,16 +220,16 @@ class Step:
         self.reference: torch.Tensor | None = None
         self.best: tuple[float, tuple[str, ...], bool, bool] = (1e9, (), False, True)
 
-    def use(self, chosen: tuple[str, ...], pdl: bool, first: bool) -> None:
+    def use(self, chosen: tuple[str, ...], pdl: bool, early: bool) -> None:
         stages.use(chosen)
         runtime.use_programmatic_launch(pdl)
-        v41_step.SHARED_FIRST = first
+        attention.COMBINE_EARLY = early
 
-    def variant(self, chosen: tuple[str, ...], pdl: bool, first: bool = True) -> dict:
+    def variant(self, chosen: tuple[str, ...], pdl: bool, early: bool = True) -> dict:
         from deepdraft.proof.bench_step import time_graph
 
         bench = self.p.bench
-        self.use(chosen, pdl, first)
+        self.use(chosen, pdl, early)
         bench.rng = np.random.default_rng(5)
         bench.set_rows(6, 22)
         captured = bench.capture()
@@ -241,7 +240,7 @@ class Step:
             self.reference = logits
         timed = time_graph(captured.graph.replay, replays=10)
         if timed.median < self.best[0]:
-            self.best = timed.median, chosen, pdl, first
+            self.best = timed.median, chosen, pdl, early
         gap = (logits - self.reference).double().norm() / self.reference.double().norm()
         return {
             "ms": round(timed.median, 4), "best": round(timed.best, 4),
@@ -250,9 +249,9 @@ class Step:
 
     def ends(self, results: Results) -> None:
         """The whole step with the fastest form so far."""
-        _, chosen, pdl, first = self.best
-        self.use(chosen, pdl, first)
-        results.data["best"] = {"stages": chosen, "pdl": pdl, "shared first": first}
+        _, chosen, pdl, early = self.best
+        self.use(chosen, pdl, early)
+        results.data["best"] = {"stages": chosen, "pdl": pdl, "combine early": early}
         for rows, experts in ((6, 22), (1, 6)):
             run = partial(self.p.whole, rows, experts)
             results.stage(f"whole rows {rows} experts {experts}", run)
@@ -298,8 +297,8 @@ def step(args: argparse.Namespace, results: Results) -> None:
         name = " ".join(chosen) or "none"
         results.stage(f"layers {name}", partial(s.variant, chosen, False), needs=10)
     results.stage("layers all pdl", partial(s.variant, STAGES, True), needs=10)
-    beside = partial(s.variant, STAGES, True, False)
-    results.stage("layers all pdl, shared beside the router", beside, needs=10)
+    late = partial(s.variant, STAGES, True, False)
+    results.stage("layers all pdl, output map behind the combination", late, needs=10)
     if args.brief:
         s.use(*s.best[1:])
         results.stage("timeline", s.timeline)

@@ -158,7 +158,7 @@ def route_listed(
     """As `route`, and the list of the distinct experts as `moe.expert_list` makes it.
 
     8 divides R. arrivals int32, at least R / 8: zero between launches, as `Tiled.arrivals` are.
-    forced int32 [R, K]: the list is that of these picks (measurements).
+    forced int32 [R, K], a row's all different: the list is that of these picks (measurements).
     """
     device = check(logits, bias, positions, arrivals)
     rows, experts = logits.shape

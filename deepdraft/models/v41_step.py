@@ -33,8 +33,6 @@ from deepdraft.kernels import (
     rows,
 )
 from deepdraft.kernels.gemv import QuantRows
-from deepdraft.kernels.native.fragments import Streamed
-from deepdraft.kernels.runtime import programmatic_launch
 from deepdraft.models.v41_buffers import DeviceCaches, RowInputs
 from deepdraft.models.v41_joins import Joins
 from deepdraft.models.v41_weights import (
@@ -48,9 +46,6 @@ from deepdraft.models.v41_weights import (
 Skip = frozenset[str]
 STAGES = ("engram", "mix", "index", "attention", "attention_out", "shared", "experts")
 """Parts of a layer that a measurement may leave out, one at a time."""
-SHARED_FIRST = True
-"""Whether, under programmatic launch, the shared expert runs before the router instead of beside
-it. Persistent kernels are there early and leave no room to a side lane: it would run last."""
 
 
 @dataclass(slots=True)
@@ -184,10 +179,9 @@ def run_experts(
     forced int32 [R, K]: these experts instead of the router's choice (measurements).
     """
     limit = args.swiglu_limit
-    streamed = isinstance(w.shared13, Streamed)
-    shared_out, in_turn = v, SHARED_FIRST and streamed and programmatic_launch()
+    shared_out = v
     if "shared" not in skip:
-        with contextlib.nullcontext() if in_turn else lanes.aside("side"):
+        with lanes.aside("side"):
             shared = moe.swiglu_rows(gemv.gemv(v_quant, w.shared13), limit=limit)
             shared_out = gemv.gemv(shared, w.shared2)
     _, weights, listed = routing.route_rows(
@@ -199,7 +193,7 @@ def run_experts(
     else:
         up = moe.routed_up(v_quant, listed, weights, w.w13, limit=limit)
         y = moe.routed_down(up, listed, w.w2, picks=w.picks)
-    if "shared" not in skip and not in_turn:
+    if "shared" not in skip:
         lanes.join("side")
     return joins.picks(y, shared_out)
 

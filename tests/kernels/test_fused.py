@@ -46,7 +46,8 @@ def test_route_and_list(shape):
 
 def test_a_list_of_forced_picks():
     logits, bias, positions = random(8, 16), random(16, seed=1), ints(*range(8))
-    forced = torch.randint(0, 16, (8, 3), generator=torch.Generator().manual_seed(2))
+    generator = torch.Generator().manual_seed(2)
+    forced = torch.stack([torch.randperm(16, generator=generator)[:3] for _ in range(8)])
     forced = forced.int().to(DEVICE)
     forced[6:] = -1
     settings = {"k": 3, "scale": 1.0, "temperature": 1.0}
