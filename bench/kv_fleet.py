@@ -72,6 +72,8 @@ def main() -> None:
         Path(options.out).write_text(text + "\n")
     wrong = ("different", "client_errors", "oracle_lacks_the_start")
     failed = any(result.get(name) for name in wrong) or result["servers"]["leaked_bytes"]
+    if not result.get("from_peer"):
+        sys.exit("nothing came from a peer: the servers do not reach each other or the directory")
     sys.exit(bool(failed))
 
 

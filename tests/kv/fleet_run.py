@@ -59,19 +59,22 @@ class Network:
     def __init__(self, count: int, *, namespaces: bool) -> None:
         self.count, self.namespaces = count, namespaces
         self.tag = f"dd{os.getpid() % 10000}"
+        # Of this run alone: what a killed one left behind would take the answers otherwise.
+        part = os.getpid() % 250
+        self.peers, self.clients = f"10.77.{part}", f"10.78.{part}"
         if not namespaces:
             return
         self.bridge = f"{self.tag}br"
         _ip("link", "add", self.bridge, "type", "bridge")
-        _ip("addr", "add", "10.77.0.254/24", "dev", self.bridge)
+        _ip("addr", "add", f"{self.peers}.254/24", "dev", self.bridge)
         _ip("link", "set", self.bridge, "up")
         for i in range(count):
             space = self.space(i)
             _ip("netns", "add", space)
             _ip("-n", space, "link", "set", "lo", "up")
             for kind, address, gate in (
-                ("p", f"10.77.0.{i + 1}/24", None),
-                ("c", f"10.78.{i}.2/24", f"10.78.{i}.1/24"),
+                ("p", f"{self.peers}.{i + 1}/24", None),
+                ("c", f"{self.clients}.{4 * i + 2}/30", f"{self.clients}.{4 * i + 1}/30"),
             ):
                 here, there = f"{self.tag}{kind}{i}", f"{kind}0"
                 _ip("link", "add", here, "type", "veth", "peer", "name", there, "netns", space)
@@ -91,14 +94,14 @@ class Network:
         return ["ip", "netns", "exec", self.space(i)] if self.namespaces else []
 
     def peer_host(self, i: int) -> str:
-        return f"10.77.0.{i + 1}" if self.namespaces else "127.0.0.1"
+        return f"{self.peers}.{i + 1}" if self.namespaces else "127.0.0.1"
 
     def client_host(self, i: int) -> str:
-        return f"10.78.{i}.2" if self.namespaces else "127.0.0.1"
+        return f"{self.clients}.{4 * i + 2}" if self.namespaces else "127.0.0.1"
 
     @property
     def redis_host(self) -> str:
-        return "10.77.0.254" if self.namespaces else "127.0.0.1"
+        return f"{self.peers}.254" if self.namespaces else "127.0.0.1"
 
     def part(self, i: int, *, up: bool) -> None:
         """Takes server i's link to its peers and Redis down, or brings it up."""

@@ -36,10 +36,22 @@ def test_two_processes_that_are_killed_and_lose_their_directory(tmp_path: Path) 
 @pytest.mark.skipif(not can_make_networks(), reason="needs root and network namespaces")
 def test_partitions_and_stalls(tmp_path: Path) -> None:
     faults = ["partition", "stall", "redis_stall", "redis_old"]
-    go(tmp_path, turns=40, faults=faults, namespaces=True, first_port=24000)
+    done = go(tmp_path, turns=40, faults=faults, namespaces=True, first_port=24000)
+    assert done["from_peer"], "the servers do not reach each other or the directory"
 
 
 @pytest.mark.full
 def test_approximate_state_between_processes(tmp_path: Path) -> None:
     """Numerics quant, prefill encoder: exact starts only, so every answer is a cold run's."""
     go(tmp_path, turns=30, faults=["kill"], numerics="quant", prefill="encoder", first_port=25000)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("reuse", ["whole", "replay"])
+def test_states_handed_over(reuse: str, tmp_path: Path) -> None:
+    """Every answer is that of one server which starts from the same state."""
+    port = 26000 if reuse == "whole" else 27000
+    options = {"numerics": "quant", "prefill": "encoder", "reuse": reuse}
+    done = go(tmp_path, turns=24, faults=["kill"], first_port=port, **options)
+    assert done["oracle_checkpoint"] and "oracle_lacks_the_start" not in done
+    assert ("provenance_replayed" in done) == (reuse == "replay") and done["provenance_whole"]
