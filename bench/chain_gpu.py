@@ -43,6 +43,7 @@ from deepdraft.kernels import (  # noqa: E402
     runtime,
 )
 from deepdraft.kernels.native import boundary, plans, route, stages, stream  # noqa: E402
+from deepdraft.models import v41_step  # noqa: E402
 
 TESTS = (
     "test_fused", "test_native_attend", "test_native_boundary", "test_native_route",
@@ -299,6 +300,10 @@ def step(args: argparse.Namespace, results: Results) -> None:
     results.stage("layers all pdl", partial(s.variant, STAGES, True), needs=10)
     late = partial(s.variant, STAGES, True, False)
     results.stage("layers all pdl, output map behind the combination", late, needs=10)
+    v41_step.SHARED_FIRST = True
+    both = partial(s.variant, STAGES, True, False)
+    results.stage("layers all pdl, both, shared expert first", both, needs=10)
+    v41_step.SHARED_FIRST = False
     if args.brief:
         s.use(*s.best[1:])
         results.stage("timeline", s.timeline)
