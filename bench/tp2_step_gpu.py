@@ -293,6 +293,16 @@ def equal(group: ProcessGroup, options: argparse.Namespace, note) -> None:
     parts = group.gather(logits)
     note("finite", bool(torch.isfinite(logits).all()))
     note("both ranks, same logits", torch.equal(parts[0], parts[1]))
+    use_programmatic_launch(True)
+    early = []
+    with torch.inference_mode():
+        for _ in range(3):
+            early.append(torch.equal(bench.once()[:6], logits))
+    torch.cuda.synchronize()
+    exchange.check()
+    use_programmatic_launch(False)
+    both = group.gather(torch.tensor(early, device="cuda"))
+    note("programmatic launch, same logits", [part.tolist() for part in both])
     del bench
     torch.cuda.empty_cache()
     if group.rank:

@@ -141,8 +141,8 @@ class DeviceV41(DeepseekV41):
         drafts = self.weights.drafter is not None
         self.drafter = DraftModel(self) if drafts else None  # type: ignore[assignment]
         self._graphs = graphs and self.weights.device.type == "cuda"
-        # Same bits, a tenth less time (bench/results/c-step.json); not tried with exchanges yet.
-        use_programmatic_launch(self._graphs and joins is None)
+        # Same bits, a tenth less time (bench/results/c-step.json, c-tp2-step.json).
+        use_programmatic_launch(self._graphs)
         self._step: DeviceStep | None = None
         self._captured: dict[int, _Captured] = {}
 
