@@ -324,12 +324,14 @@ hurry = {hurry}
         content = conversation["random"].choice("abcdefgh") * 9
         if self.lineage is not None:
             conversation["turns"] = conversation.get("turns", 0) + 1
-            content += str(conversation["turns"])  # no text comes twice
+            # No text comes twice; and it is shorter than a window, as the decoder is replayed over
+            # one where more is new, which would hide how the state came to be.
+            content = content[0] + str(conversation["turns"])
         conversation["messages"].append({"role": "user", "content": content})
         body = {
             "messages": conversation["messages"],
             "temperature": 0,
-            "max_tokens": 6,
+            "max_tokens": 6 if self.lineage is None else 3,
             "thinking": {"type": "disabled"},
         }
         headers = {"X-Session-ID": conversation["id"]}
