@@ -209,6 +209,12 @@ def quantised_times(o: Operands) -> dict:
 
 
 STAGES = stages.STAGES
+OPTIONS = {
+    "combination without early successors": (attention, "COMBINE_EARLY", False),
+    "shared expert first": (v41_step, "SHARED_FIRST", True),
+    "query map before the latents": (latents, "EARLY", True),
+}
+"""Ways to order a step under programmatic launch: module, field, value."""
 
 
 class Step:
@@ -219,18 +225,18 @@ class Step:
 
         self.p = Published(args)
         self.reference: torch.Tensor | None = None
-        self.best: tuple[float, tuple[str, ...], bool, bool] = (1e9, (), False, True)
+        self.best: tuple[float, tuple[str, ...], bool] = (1e9, (), False)
+        self.kept: list[str] = []
 
-    def use(self, chosen: tuple[str, ...], pdl: bool, early: bool) -> None:
+    def use(self, chosen: tuple[str, ...], pdl: bool) -> None:
         stages.use(chosen)
         runtime.use_programmatic_launch(pdl)
-        attention.COMBINE_EARLY = early
 
-    def variant(self, chosen: tuple[str, ...], pdl: bool, early: bool = True) -> dict:
+    def variant(self, chosen: tuple[str, ...], pdl: bool) -> dict:
         from deepdraft.proof.bench_step import time_graph
 
         bench = self.p.bench
-        self.use(chosen, pdl, early)
+        self.use(chosen, pdl)
         bench.rng = np.random.default_rng(5)
         bench.set_rows(6, 22)
         captured = bench.capture()
@@ -241,18 +247,30 @@ class Step:
             self.reference = logits
         timed = time_graph(captured.graph.replay, replays=10)
         if timed.median < self.best[0]:
-            self.best = timed.median, chosen, pdl, early
+            self.best = timed.median, chosen, pdl
         gap = (logits - self.reference).double().norm() / self.reference.double().norm()
         return {
             "ms": round(timed.median, 4), "best": round(timed.best, 4),
             "same_bits": bool(torch.equal(logits, self.reference)), "relative": float(gap),
         }  # fmt: skip
 
+    def option(self, name: str) -> dict:
+        """All stages, programmatic launch, an option more; it stays on where that is faster."""
+        module, field, value = OPTIONS[name]
+        before, best = getattr(module, field), self.best[0]
+        setattr(module, field, value)
+        found = self.variant(STAGES, True)
+        if self.best[0] < best - 0.01:
+            self.kept.append(name)
+        else:
+            setattr(module, field, before)
+        return found
+
     def ends(self, results: Results) -> None:
         """The whole step with the fastest form so far."""
-        _, chosen, pdl, early = self.best
-        self.use(chosen, pdl, early)
-        results.data["best"] = {"stages": chosen, "pdl": pdl, "combine early": early}
+        _, chosen, pdl = self.best
+        self.use(chosen, pdl)
+        results.data["best"] = {"stages": chosen, "pdl": pdl}
         for rows, experts in ((6, 22), (1, 6)):
             run = partial(self.p.whole, rows, experts)
             results.stage(f"whole rows {rows} experts {experts}", run)
@@ -298,12 +316,9 @@ def step(args: argparse.Namespace, results: Results) -> None:
         name = " ".join(chosen) or "none"
         results.stage(f"layers {name}", partial(s.variant, chosen, False), needs=10)
     results.stage("layers all pdl", partial(s.variant, STAGES, True), needs=10)
-    late = partial(s.variant, STAGES, True, False)
-    results.stage("layers all pdl, output map behind the combination", late, needs=10)
-    v41_step.SHARED_FIRST = True
-    both = partial(s.variant, STAGES, True, False)
-    results.stage("layers all pdl, both, shared expert first", both, needs=10)
-    v41_step.SHARED_FIRST = False
+    for name in OPTIONS:
+        results.stage(f"layers {name}", partial(s.option, name), needs=6)
+    results.data["kept"] = s.kept
     if args.brief:
         s.use(*s.best[1:])
         results.stage("timeline", s.timeline)
