@@ -43,7 +43,6 @@ from deepdraft.kernels import (  # noqa: E402
     runtime,
 )
 from deepdraft.kernels.native import boundary, plans, route, stages, stream  # noqa: E402
-from deepdraft.models import v41_step  # noqa: E402
 
 TESTS = (
     "test_fused", "test_native_attend", "test_native_boundary", "test_native_route",
@@ -209,12 +208,6 @@ def quantised_times(o: Operands) -> dict:
 
 
 STAGES = stages.STAGES
-OPTIONS = {
-    "combination without early successors": (attention, "COMBINE_EARLY", False),
-    "shared expert first": (v41_step, "SHARED_FIRST", True),
-    "query map before the latents": (latents, "EARLY", True),
-}
-"""Ways to order a step under programmatic launch: module, field, value."""
 
 
 class Step:
@@ -226,7 +219,6 @@ class Step:
         self.p = Published(args)
         self.reference: torch.Tensor | None = None
         self.best: tuple[float, tuple[str, ...], bool] = (1e9, (), False)
-        self.kept: list[str] = []
 
     def use(self, chosen: tuple[str, ...], pdl: bool) -> None:
         stages.use(chosen)
@@ -253,18 +245,6 @@ class Step:
             "ms": round(timed.median, 4), "best": round(timed.best, 4),
             "same_bits": bool(torch.equal(logits, self.reference)), "relative": float(gap),
         }  # fmt: skip
-
-    def option(self, name: str) -> dict:
-        """All stages, programmatic launch, an option more; it stays on where that is faster."""
-        module, field, value = OPTIONS[name]
-        before, best = getattr(module, field), self.best[0]
-        setattr(module, field, value)
-        found = self.variant(STAGES, True)
-        if self.best[0] < best - 0.01:
-            self.kept.append(name)
-        else:
-            setattr(module, field, before)
-        return found
 
     def ends(self, results: Results) -> None:
         """The whole step with the fastest form so far."""
@@ -316,9 +296,6 @@ def step(args: argparse.Namespace, results: Results) -> None:
         name = " ".join(chosen) or "none"
         results.stage(f"layers {name}", partial(s.variant, chosen, False), needs=10)
     results.stage("layers all pdl", partial(s.variant, STAGES, True), needs=10)
-    for name in OPTIONS:
-        results.stage(f"layers {name}", partial(s.option, name), needs=6)
-    results.data["kept"] = s.kept
     if args.brief:
         s.use(*s.best[1:])
         results.stage("timeline", s.timeline)
@@ -334,9 +311,7 @@ def main() -> None:
     parser.add_argument("--parts", default="check,small,step")
     parser.add_argument("--tests", help="these modules of tests/kernels only")
     parser.add_argument("--each", action="store_true", help="every fused stage alone, too")
-    parser.add_argument(
-        "--brief", action="store_true", help="of the step the two fastest forms only"
-    )
+    parser.add_argument("--brief", action="store_true", help="of the step the fastest form only")
     parser.add_argument("--layers", type=int, default=40)
     parser.add_argument("--pool", type=int, default=96)
     parser.add_argument("--context", type=int, default=32768)

@@ -30,8 +30,6 @@ from deepdraft.kernels.runtime import INTERPRET, check, launch, next_power, wait
 
 CHUNK_KEYS = 64
 """Keys of a chunk. Part of the numerics: probabilities are rounded relative to a chunk's top."""
-COMBINE_EARLY = True
-"""Whether, under programmatic launch, the output map may start while chunks are combined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,12 +238,9 @@ def chunk_kernel(
 def combine_kernel(
     part_ptr, top_ptr, total_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, H,
     C: tl.constexpr, PAIRS: tl.constexpr, WINDOW_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr,
-    CP: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    CP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
-        wait_for_inputs(PDL)
-    elif PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     head, row = tl.program_id(0), tl.program_id(1)
     i = tl.arange(0, CP // 2)
     sink = tl.load(sink_ptr + head)
@@ -336,6 +331,6 @@ def sparse_attention(
     launch(
         combine_kernel, (heads, rows), part, top, total, sink, cos, sin, out, heads,
         C=channels, PAIRS=pairs, WINDOW_CHUNKS=window_chunks, CHUNKS=chunks,
-        CP=next_power(channels), EARLY=COMBINE_EARLY, num_warps=2,
+        CP=next_power(channels), num_warps=2,
     )  # fmt: skip
     return out

@@ -46,8 +46,6 @@ from deepdraft.models.v41_weights import (
 Skip = frozenset[str]
 STAGES = ("engram", "mix", "index", "attention", "attention_out", "shared", "experts")
 """Parts of a layer that a measurement may leave out, one at a time."""
-SHARED_FIRST = False
-"""Whether the routed experts wait for the shared one, which else ends when there is room."""
 
 
 @dataclass(slots=True)
@@ -190,14 +188,12 @@ def run_experts(
         v, w.gate, w.bias, positions, k=w.picks, scale=args.routed_scaling_factor,
         temperature=args.gate_temp, forced=forced,
     )  # fmt: skip
-    if SHARED_FIRST and "shared" not in skip:
-        lanes.join("side")
     if "experts" in skip:
         y = v.new_zeros(v.shape[0], w.picks, v.shape[1])
     else:
         up = moe.routed_up(v_quant, listed, weights, w.w13, limit=limit)
         y = moe.routed_down(up, listed, w.w2, picks=w.picks)
-    if not SHARED_FIRST and "shared" not in skip:
+    if "shared" not in skip:
         lanes.join("side")
     return joins.picks(y, shared_out)
 
