@@ -130,11 +130,11 @@ def expert_weights(shape):
     ]
 
 
-def streamed_experts(parts, fold):
+def streamed_experts(parts, fold, bulk=0):
     w1, w3, w2 = parts
     width, hidden = w1[0].shape[1], w2[0].shape[1]
-    up = dataclasses.replace(fragments.expert_stream_plan(2 * width, hidden), fold=fold)
-    down = dataclasses.replace(fragments.expert_stream_plan(hidden, width), fold=fold)
+    up = dataclasses.replace(fragments.expert_stream_plan(2 * width, hidden), fold=fold, bulk=bulk)
+    down = dataclasses.replace(fragments.expert_stream_plan(hidden, width), fold=fold, bulk=bulk)
     return fragments.stream_gate_up(w1, w3, up), fragments.stream_mxfp4(*w2, down)
 
 
@@ -202,6 +202,26 @@ def test_expert_rows_are_alone(shape, fold):
             runtime.use_programmatic_launch(False)
             for got, want in zip(some, full, strict=True):
                 assert torch.equal(bits(got), bits(want[at])), at
+
+
+@needs_machine
+@on_cpu
+def test_bulk_copies_give_the_same_bits():
+    shape = EXPERTS[0]
+    parts, x = expert_weights(shape), rows_of(6, shape[2], seed=1)
+    picks, weights = routing(6, shape[0], shape[1])
+    usual, bulk = (
+        run_experts(x, picks, weights, *streamed_experts(parts, 1, bulk)) for bulk in (0, 1)
+    )
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(usual, bulk, strict=True))
+    values, scales = dense_weight(96, 1536)
+    plan = fragments.dense_stream_plan(96, 1536)
+    rows = gemv.quantize_rows(rows_of(8, 1536, seed=2))
+    usual, bulk = (
+        gemv.gemv(rows, fragments.stream_fp8(values, scales, dataclasses.replace(plan, bulk=bulk)))
+        for bulk in (0, 1)
+    )
+    assert torch.equal(bits(usual), bits(bulk))
 
 
 @needs_machine

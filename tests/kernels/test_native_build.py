@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deepdraft.errors import ConfigError
-from deepdraft.kernels.native import build, fragments, stream
+from deepdraft.kernels.native import build, fragments, plans, stream
 from deepdraft.kernels.native.fragments import StreamPlan
 
 
@@ -94,6 +94,17 @@ def test_every_variant_fits_into_shared_memory(kind):
     for groups in range(1, 500):
         for plan in fragments.stream_plans(kind, groups):
             assert (stream.shared_bytes(own, plan) + 1024) * plan.blocks <= 228 * 1024
+
+
+def test_measured_plans_fit_and_cover_the_columns():
+    for (kind, _, cols), fields in plans.MEASURED.items():
+        if not fields:
+            continue
+        plan = StreamPlan(*fields)
+        own = stream.FP8_ROWS if kind == "dense" else stream.UP
+        assert (stream.shared_bytes(own, plan) + 1024) * plan.blocks <= 228 * 1024
+        assert plan.groups * plan.across * plan.split == cols // 32
+        assert plan.groups % plan.step == 0 and plan.warps in (8, 16)
 
 
 def has_nvrtc():

@@ -35,7 +35,8 @@ class StreamPlan:
     """`groups` of 32 columns in a warp's unit, copied `step` at a time; `across` warps by columns
     and `down` by units of rows; `split` parts of the columns among blocks;
     `depth` steps in a warp's ring; `fold`
-    1 (experts): scales of rows are folded into their values before the sums."""
+    1 (experts): scales of rows are folded into their values before the sums; `bulk` 1: weights are
+    copied for all warps of a block at once (same bits)."""
 
     groups: int
     step: int
@@ -44,6 +45,7 @@ class StreamPlan:
     split: int
     depth: int
     fold: int = 0
+    bulk: int = 0
 
     @property
     def warps(self) -> int:

@@ -1,10 +1,13 @@
 // Few-row products with weights that are read once: dense FP8 maps and routed MXFP4 experts, sm_90.
 //
-// One block a multiprocessor (two of up to 8 warps) stays for the whole launch. Its WK * WM warps share the work by
-// columns (WK) and by blocks of 32 output rows (WM); each streams its own weights through a ring of
-// its own in shared memory, filled by cp.async: no warp waits for another. Sums of
-// the WK warps are added in order by one more warp while the others go on with the next unit.
-// A thread copies exactly the bytes it multiplies later, so a ring needs no barrier.
+// One block a multiprocessor (two of up to 8 warps) stays for the whole launch. Its WK * WM warps
+// share the work by
+// columns (WK) and by blocks of 32 output rows (WM). Weights come through rings in shared memory:
+//   without BULK a warp has a ring of its own, filled by cp.async: a thread copies exactly the bytes it
+//   multiplies later, so no barrier is needed;
+//   with BULK one more thread has what all warps read in a step, which lies together, brought by bulk
+//   copies into one ring, each place guarded by two barriers (ready, taken).
+// Sums of the WK warps are added in order by one more warp while the others go on with the next unit.
 //
 // 8 batch rows are the columns of mma.m16n8k16; their values stay in registers from unit to unit.
 // A row's bits depend on that row and the weights alone: the order of every sum is fixed by
@@ -17,6 +20,7 @@
 //   DEPTH  steps that a ring holds (experts: those of two units at most)
 //   FOLD   experts: scales of rows go into the rows' halves, relative to the largest of a warp's
 //   OUT    dense: 0 bf16, 1 float32, 2 bf16 values quantised to FP8 in groups of 32
+//   BULK   defined or not: how weights are copied (the same bits)
 //   SHARED_BYTES  of dynamic shared memory
 //
 // Letters: R batch rows (a multiple of 8), N output rows, K columns, G = K / 32.
@@ -35,7 +39,13 @@ constexpr int CODE_BYTES = FP4 ? 512 : 1024;        // of a group of a warp's un
 constexpr int SCALE_BYTES = FP4 ? NG * 32 : 0;
 constexpr int STEPS = NG / ST;
 constexpr int STEP_BYTES = ST * CODE_BYTES;
+#ifndef BULK
 constexpr int RING_BYTES = DEPTH * STEP_BYTES + 3 * SCALE_BYTES;
+#else
+constexpr int SLOT_CODES = WARPS * STEP_BYTES;
+constexpr int SLOT_BYTES = SLOT_CODES + (FP4 ? WARPS * ST * 32 : 0);
+constexpr int PRODUCER = WARPS + (WK > 1 ? 1 : 0);
+#endif
 constexpr int X_WORDS = BF16_ROWS || FOLD ? 4 : 2;          // of a group's row values in one thread
 static_assert(NG % ST == 0, "a step holds whole groups");
 static_assert(!FP4 || DEPTH <= 2 * STEPS, "there is room for the scales of two units ahead");
@@ -143,6 +153,18 @@ __device__ __forceinline__ u32 e4m3_codes(float a, float b, float c, float d) {
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
     return (u32)low | ((u32)high << 16);
 }
+#ifdef BULK
+__device__ __forceinline__ void barrier_expect(u32 at, u32 bytes) {
+    asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }" ::"r"(at), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy_bulk(u32 to, const u8* from, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barriers_made() {
+    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+}
+#endif
 #endif
 
 // ---- formats -------------------------------------------------------------------------------
@@ -428,7 +450,13 @@ struct Shared {
     alignas(8) u64 full[2];
     alignas(8) u64 empty[2];
     alignas(16) float4 part[WK > 1 ? 2 : 1][WK > 1 ? WARPS : 1][2][32];
+#ifndef BULK
     alignas(16) u8 ring[WARPS][RING_BYTES];
+#else
+    alignas(8) u64 ready[DEPTH];
+    alignas(8) u64 taken[DEPTH];
+    alignas(128) u8 ring[DEPTH][SLOT_BYTES];
+#endif
 };
 
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the launcher reserves what the kernel uses");
@@ -440,9 +468,15 @@ struct Step {
     __device__ __forceinline__ void load(u32 at, u32 scales_at) {
 #pragma unroll
         for (int j = 0; j < ST; j++) {
+#ifndef BULK
             codes[j][0] = load_shared16(at + j * CODE_BYTES);
             if (FP4) scales[j] = load_shared4(scales_at + j * 32);
             else codes[j][FP4 ? 0 : 1] = load_shared16(at + j * CODE_BYTES + 512);
+#else
+            codes[j][0] = load_shared16(at + j * WK * CODE_BYTES);
+            if (FP4) scales[j] = load_shared4(scales_at + j * WK * 32);
+            else codes[j][FP4 ? 0 : 1] = load_shared16(at + j * WK * CODE_BYTES + 512);
+#endif
         }
     }
 };
@@ -456,7 +490,11 @@ struct Task {
     }
 };
 
+#ifndef BULK
 extern "C" __global__ void __launch_bounds__(WARPS * 32 + (WK > 1 ? 32 : 0), WARPS <= 8 ? 2 : 1)
+#else
+extern "C" __global__ void __launch_bounds__(PRODUCER * 32 + 32, WARPS <= 8 ? 2 : 1)
+#endif
 stream_kernel(const __grid_constant__ Params p) {
     Shared& sh = *(Shared*)raw;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, row_tile = blockIdx.y;
@@ -478,6 +516,13 @@ stream_kernel(const __grid_constant__ Params p) {
             barrier_init(shared_address(&sh.full[lane]), WARPS);
             barrier_init(shared_address(&sh.empty[lane]), 1);
         }
+#ifdef BULK
+        if (lane < DEPTH) {
+            barrier_init(shared_address(&sh.ready[lane]), 1);
+            barrier_init(shared_address(&sh.taken[lane]), WARPS);
+        }
+        barriers_made();
+#endif
     }
     __syncthreads();
     const int tasks = (FP4 ? sh.count : SPLIT) * sets;
@@ -485,7 +530,35 @@ stream_kernel(const __grid_constant__ Params p) {
     const int end_task = (int)((u64)tasks * (blockIdx.x + 1) / gridDim.x);
     Task k = {first_task / sets, first_task % sets};
 
+#ifndef BULK
     if (warp == WARPS) {  // adds the warps' sums
+#else
+    if (warp == PRODUCER) {  // copies what a step of all warps reads: it lies together
+        if (lane == 0) {
+            int slot = 0, turn = 0;
+            for (int task = first_task; task < end_task; task++, k.next(sets))
+                for (int step = 0; step < STEPS; step++) {
+                    const u32 ready = shared_address(&sh.ready[slot]), to = shared_address(sh.ring[slot]);
+                    if (turn > 0) barrier_wait(shared_address(&sh.taken[slot]), turn - 1 & 1);
+                    barrier_expect(ready, SLOT_BYTES);
+#pragma unroll
+                    for (int m = 0; m < WM; m++) {
+                        u64 unit = min(k.set * WM + m, p.units - 1);
+                        if (FP4) unit += (u64)sh.experts[k.outer] * p.units;
+                        const u64 from = unit * p.groups + (FP4 ? 0 : k.outer * WK * NG) + step * ST * WK;
+                        copy_bulk(to + m * WK * STEP_BYTES, p.w + from * CODE_BYTES, WK * STEP_BYTES, ready);
+                        if (FP4) copy_bulk(to + SLOT_CODES + m * WK * ST * 32, p.ws + from * 32, WK * ST * 32, ready);
+                    }
+                    if (++slot == DEPTH) slot = 0, turn++;
+                }
+        }
+        __syncwarp();
+        dependency_wait();
+        return;
+    }
+
+    if (WK > 1 && warp == WARPS) {  // adds the warps' sums
+#endif
         dependency_wait();
         if (FP4) launch_dependents();
         Picks picks;
@@ -526,14 +599,20 @@ stream_kernel(const __grid_constant__ Params p) {
     }
 
     const int wk = warp % WK, wm = warp / WK, g = lane >> 2, t = lane & 3;
+#ifndef BULK
     const u32 ring = shared_address(sh.ring[warp]), mine = ring + lane * 16;
     const u32 scale_ring = ring + DEPTH * STEP_BYTES;
+#else
+    const u32 mine = shared_address(sh.ring[0]) + (wm * ST * WK + wk) * CODE_BYTES + lane * 16;
+    const u32 my_scales = shared_address(sh.ring[0]) + SLOT_CODES + (wm * ST * WK + wk) * 32 + g * 4;
+#endif
     // Where the codes and scales of a task start; a set's last units may be missing.
     auto start = [&](const Task& k) -> u64 {
         u64 unit = min(k.set * WM + wm, p.units - 1);
         if (FP4) unit += (u64)sh.experts[k.outer] * p.units;
         return unit * p.groups + (FP4 ? 0 : k.outer * WK * NG) + wk;
     };
+#ifndef BULK
     auto copy_step = [&](u64 from, u32 to, int step) {
 #pragma unroll
         for (int i = 0; i < ST; i++) {
@@ -547,6 +626,7 @@ stream_kernel(const __grid_constant__ Params p) {
     };
     // Three places for scales, as those of a unit are read until its end: now, next, later.
     u32 scales_now = scale_ring, scales_next = scale_ring + SCALE_BYTES, scales_later = scales_next + SCALE_BYTES;
+#endif
     // Which rows a task multiplies, and where a warp's groups of them start.
     auto block_of = [&](const Task& k) { return p.block_units ? k.set * WM / p.block_units : 0; };
     auto rows_of = [&](const Task& k) { return UP ? 0 : DOWN ? k.outer : block_of(k) * SPLIT + k.outer; };
@@ -562,6 +642,7 @@ stream_kernel(const __grid_constant__ Params p) {
     // Dense: one byte a group; thread i keeps that of group i.
     auto scale_byte = [&](u64 from) -> u32 { return !FP4 && lane < NG ? p.ws[from + lane * WK] : 0; };
     u32 byte_now = some ? scale_byte(start(k)) : 0, byte_next = 0;
+#ifndef BULK
     // The next step to be copied: of task `ahead`, which starts at `from`.
     int ahead = first_task;
     Task k_ahead = k;
@@ -578,6 +659,7 @@ stream_kernel(const __grid_constant__ Params p) {
         }
         commit();
     }
+#endif
     if (!UP && p.early) {
         dependency_wait();
         if (some) fetch_rows(raw_rows, p, row_tile, k.outer, first_group(k), g, t);
@@ -589,11 +671,25 @@ stream_kernel(const __grid_constant__ Params p) {
     // What the rows and the picks in registers belong to.
     int held = rows_of(k), held_picks = -1;
     take_rows(rows, raw_rows, t);
+#ifndef BULK
     u32 ring_at = mine;
+#endif
     Step next;
+#ifndef BULK
     wait_copies<DEPTH - 1>();
     if (FP4) __syncwarp();  // scales are other threads' copies
     next.load(ring_at, scales_now + g * 4);
+#else
+    int at = 0, lap = 0;
+    auto take = [&]() {
+        barrier_wait(shared_address(&sh.ready[at]), lap & 1);
+        next.load(mine + at * SLOT_BYTES, my_scales + at * SLOT_BYTES);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared_address(&sh.taken[at]));
+        if (++at == DEPTH) at = 0, lap++;
+    };
+    if (some) take();
+#endif
     for (int task = first_task; task < end_task; task++, k.next(sets)) {
         const int turn = task - first_task, slot = turn & 1;
         if (held != rows_of(k)) {
@@ -611,9 +707,12 @@ stream_kernel(const __grid_constant__ Params p) {
         float acc[2][4] = {};
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
+#ifndef BULK
             // What was read in the turn before is multiplied now. The step that comes DEPTH later
             // takes its place, and the next one is read.
+#endif
             const Step now = next;
+#ifndef BULK
             const int step_ahead = (step + DEPTH) % STEPS;
             if (step_ahead == 0 && ++ahead < end_task) k_ahead.next(sets), from = start(k_ahead);
             if (ahead < end_task) {
@@ -629,6 +728,9 @@ stream_kernel(const __grid_constant__ Params p) {
                 if (FP4) __syncwarp();
                 next.load(ring_at, scales_next + g * 4);
             }
+#else
+            if (step + 1 < STEPS || task + 1 < end_task) take();
+#endif
 #pragma unroll
             for (int j = 0; j < ST; j++) {
                 const int i = step * ST + j, si = BF16_ROWS || FOLD ? 0 : i;
@@ -642,8 +744,10 @@ stream_kernel(const __grid_constant__ Params p) {
                 }
             }
         }
+#ifndef BULK
         const u32 freed = scales_now;
         scales_now = scales_next, scales_next = scales_later, scales_later = freed;
+#endif
         byte_now = byte_next;
         if (FOLD) {
 #pragma unroll

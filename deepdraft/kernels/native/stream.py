@@ -102,8 +102,10 @@ def available(device: torch.device) -> bool:
 
 def macros(kind: int, plan: StreamPlan, output: int) -> dict[str, int]:
     """Macros of one variant of stream.cu."""
+    bulk = {"BULK": 1} if plan.bulk else {}
     return {
-        "KIND": kind, "NG": plan.groups, "ST": plan.step, "WK": plan.across, "WM": plan.down,
+        **bulk, "KIND": kind, "NG": plan.groups, "ST": plan.step, "WK": plan.across,
+        "WM": plan.down,
         "SPLIT": plan.split, "DEPTH": plan.depth, "FOLD": plan.fold, "OUT": output,
         "SHARED_BYTES": shared_bytes(kind, plan),
     }  # fmt: skip
@@ -111,21 +113,28 @@ def macros(kind: int, plan: StreamPlan, output: int) -> dict[str, int]:
 
 def shared_bytes(kind: int, plan: StreamPlan) -> int:
     """Dynamic shared memory of one block."""
-    warps = plan.warps
-    ring = plan.depth * plan.step * (512 if kind >= UP else 1024)
-    scales = 3 * plan.groups * 32 if kind >= UP else 0
+    warps, fp4 = plan.warps, kind >= UP
     sums = (2 * warps if plan.across > 1 else 1) * 1024
-    return 304 + sums + warps * (ring + scales)
+    group = 512 if fp4 else 1024
+    if plan.bulk:
+        step = warps * plan.step * (group + (32 if fp4 else 0))
+        return 512 + sums + plan.depth * (step + 16)
+    scales = 3 * plan.groups * 32 if fp4 else 0
+    return 304 + sums + warps * (plan.depth * plan.step * group + scales)
+
+
+def threads(plan: StreamPlan) -> int:
+    """Threads of one block: its warps, one that adds their sums, one that copies."""
+    return 32 * (plan.warps + (plan.across > 1) + plan.bulk)
 
 
 @functools.cache
 def _kernel(device: torch.device, kind: int, plan: StreamPlan, output: int) -> build.Kernel:
     code = build.cubin("stream.cu", macros(kind, plan, output), "sm_90a")
-    threads = 32 * (plan.warps + (plan.across > 1))
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # the context exists
         shared = shared_bytes(kind, plan)
-        return build.Kernel(code, "stream_kernel", threads=threads, shared=shared)
+        return build.Kernel(code, "stream_kernel", threads=threads(plan), shared=shared)
 
 
 @functools.cache

@@ -38,8 +38,7 @@ class Emulated:
 
 @functools.cache
 def _kernel(device, kind, plan, output):
-    threads = 32 * (plan.warps + (plan.across > 1))
-    return Emulated(stream.macros(kind, plan, output), threads)
+    return Emulated(stream.macros(kind, plan, output), stream.threads(plan))
 
 
 def on_cpu(test):
