@@ -274,7 +274,9 @@ class Exporter:
     def _join(self, link: wire.Link, request: wire.Join) -> None:
         with self._lock:
             lease = self._tokens.get(request.token)
-        if lease is None or request.protocol != wire.PROTOCOL:
+        # Closed leases are asked for too: their token goes only after the answer to `Close`.
+        live = lease is not None and self.cache.memory.leased(lease) is not None
+        if lease is None or not live or request.protocol != wire.PROTOCOL:
             link.send(wire.Refused("gone"))
             return
         link.send(wire.Joined())
