@@ -138,9 +138,8 @@ def _value_of(kind: str, schema: Schema, root: Schema) -> st.SearchStrategy[Any]
             low, high = schema.get("minimum"), schema.get("maximum")
             step = schema.get("multipleOf", 1)
             if step > 1:
-                return st.integers(-(-low // step) if low is not None else -99, 99).map(
-                    lambda k: k * step
-                )
+                least = -(-low // step) if low is not None else -99
+                return st.integers(least, max(99, least)).map(lambda k: k * step)
             return st.integers(-999 if low is None else low, 999 if high is None else high)
         case "number":
             low = schema.get("minimum", -20.0)
