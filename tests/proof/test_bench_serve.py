@@ -124,7 +124,7 @@ def test_answers_that_change_under_load_are_counted(broken: Broken) -> None:
 )
 @pytest.mark.parametrize("api", ["chat", "completions"])
 def test_faults_are_named_and_bounded(broken: Broken, mode: str, fault: str, api: Any) -> None:
-    target = Target("broken", broken.url, api=api, timeout_s=0.6)
+    target = Target("broken", broken.url, api=api, timeout_s=1.5)
     broken.mode = mode
     answer = target.ask(Ask(("Hi",), 16))
     assert answer.fault == fault, answer.message
