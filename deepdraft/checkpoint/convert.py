@@ -16,7 +16,6 @@ import shutil
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from blake3 import blake3
@@ -35,6 +34,7 @@ from deepdraft.checkpoint.presharded import (
     unit_of,
 )
 from deepdraft.checkpoint.reader import Checkpoint
+from deepdraft.checkpoint.shards import write_header
 from deepdraft.errors import CheckpointError
 from deepdraft.parallel.plan import ShardPlan
 from deepdraft.parallel.shards import cut_tensor
@@ -230,19 +230,9 @@ def _blocks(
     order: list[Entry],
     by_stack: dict[str, list[Entry]],
 ) -> Iterator[memoryview | bytes]:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for entry in order:
-        end = at + entry.num_bytes
-        header[entry.name] = {
-            "dtype": source.places[by_stack[entry.name][0].name].dtype,
-            "shape": list(entry.shape),
-            "data_offsets": [at, end],
-        }
-        at = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    yield struct.pack("<Q", len(text)) + text
+    dtypes = [source.places[by_stack[entry.name][0].name].dtype for entry in order]
+    tensors = ((e.name, d, e.shape, e.num_bytes) for e, d in zip(order, dtypes, strict=True))
+    yield write_header(tensors, alignment=ALIGNMENT)[0]
     for entry in order:
         for part in by_stack[entry.name]:  # experts in ascending number
             own = cut_tensor(plan, part.name, source.stored(part.name), rank).contiguous()

@@ -10,7 +10,6 @@ there and back again gives the same bytes.
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -26,7 +25,15 @@ from deepdraft.checkpoint.families import model_table, unread_tensors
 from deepdraft.checkpoint.names import Entry
 from deepdraft.checkpoint.reader import Checkpoint
 from deepdraft.checkpoint.section import read_config
-from deepdraft.checkpoint.shards import INDEX_NAME, Found, Stored, check_headers, read_headers
+from deepdraft.checkpoint.shards import (
+    DTYPE_BYTES,
+    INDEX_NAME,
+    Found,
+    Stored,
+    check_headers,
+    read_headers,
+    write_header,
+)
 from deepdraft.checkpoint.spec import ModelSpec
 from deepdraft.checkpoint.spec_maps import transformers_names
 from deepdraft.errors import CheckpointError, ConfigError
@@ -35,7 +42,6 @@ Layout = Literal["published", "transformers5"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 _PLAIN = frozenset({"bf16", "f16", "f32", "plain"})
 _SCALES = frozenset({"scale", "block_scale"})
 SHARD_BYTES = 4 << 30
@@ -230,7 +236,7 @@ def _plan(source: Checkpoint, report: Report, formats: Formats) -> list[_Written
         shape = place.shape if dtype is None else source.table[name].value_shape
         size = place.end - place.start
         if dtype is not None:
-            size = _BYTES[stored] * torch.Size(shape).numel()
+            size = DTYPE_BYTES[stored] * torch.Size(shape).numel()
         plan.append(_Written(names[name], name, dtype, stored, tuple(shape), size))
     return plan
 
@@ -268,23 +274,12 @@ def _write_shard(
     report: Report,
     progress: Callable[[], None],
 ) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    items = sorted(items, key=lambda item: (-_width(item.stored), item.name))  # all are aligned
-    for item in items:
-        end = at + item.num_bytes
-        header[item.name] = {
-            "dtype": item.stored,
-            "shape": list(item.shape),
-            "data_offsets": [at, end],
-        }
-        at = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    items = sorted(items, key=lambda i: (-DTYPE_BYTES[i.stored], i.name))  # all are aligned
+    head, _, _ = write_header((i.name, i.stored, i.shape, i.num_bytes) for i in items)
     partial = path.with_name(path.name + ".partial")
     try:
         with partial.open("wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
+            file.write(head)
             for item in items:
                 file.write(_bytes(source, item, report))
                 report.num_bytes += item.num_bytes
@@ -294,10 +289,6 @@ def _write_shard(
         raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
     finally:
         partial.unlink(missing_ok=True)
-
-
-def _width(dtype: str) -> int:
-    return {"I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2}.get(dtype, 1)
 
 
 def _bytes(source: Checkpoint, item: _Written, report: Report) -> memoryview:
@@ -347,7 +338,9 @@ def _config(
     if not quantised:
         config.pop("quantization_config", None)
         config.pop("expert_dtype", None)
-    matrices = {item.stored for item in plan if len(item.shape) > 1 and item.stored in _BYTES}
+    matrices = {
+        item.stored for item in plan if len(item.shape) > 1 and item.stored in _STORED.values()
+    }
     if any(item.dtype is not None for item in plan) and len(matrices) == 1 and not quantised:
         (stored,) = matrices
         name = next(n for n, dtype in DTYPES.items() if _STORED[dtype] == stored)

@@ -26,7 +26,7 @@ _MAX_DIMS = 8
 _MAX_LISTED = 6
 """Problems shown of each kind."""
 
-_DTYPE_BYTES = {
+DTYPE_BYTES = {
     "BOOL": 1,
     "U8": 1,
     "I8": 1,
@@ -56,6 +56,26 @@ class Stored:
     shard: Path
     start: int
     end: int
+
+
+def write_header(
+    tensors: Iterable[tuple[str, str, Collection[int], int]], *, alignment: int = 8
+) -> tuple[bytes, dict[str, int], int]:
+    """Start of a safetensors file whose tensors (name, dtype, shape, bytes) follow in this order.
+
+    Gives it with each tensor's offset behind it and the bytes of all. The data begin at a multiple
+    of `alignment`, which must be one of 8, too.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    places: dict[str, int] = {}
+    at = 0
+    for name, dtype, shape, num_bytes in tensors:
+        places[name], end = at, at + num_bytes
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % alignment)
+    return struct.pack("<Q", len(text)) + text, places, at
 
 
 def read_header(path: Path) -> dict[str, Stored]:
@@ -129,13 +149,13 @@ def _entry(path: Path, name: str, value: object, data_start: int) -> Stored:
         or not all(_is_count(n) for n in (*shape, *offsets))
     ):
         raise CheckpointError(f"{path} is corrupt: the header entry of {name!r} is malformed")
-    if dtype not in _DTYPE_BYTES:
+    if dtype not in DTYPE_BYTES:
         raise CheckpointError(f"{path}: {name!r} has the unknown dtype {dtype[:40]!r}")
     start, end = offsets
-    if end - start != prod(shape) * _DTYPE_BYTES[dtype]:
+    if end - start != prod(shape) * DTYPE_BYTES[dtype]:
         raise CheckpointError(
             f"{path} is corrupt: {name!r} of shape {shape} and dtype {dtype} takes "
-            f"{prod(shape) * _DTYPE_BYTES[dtype]} bytes, its offsets {offsets} hold {end - start}"
+            f"{prod(shape) * DTYPE_BYTES[dtype]} bytes, its offsets {offsets} hold {end - start}"
         )
     return Stored(name, dtype, tuple(shape), path, data_start + start, data_start + end)
 

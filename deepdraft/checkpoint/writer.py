@@ -6,7 +6,6 @@ safetensors file. Knows nothing of: where the weights come from, tokenizer files
 
 import json
 import os
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,7 +16,7 @@ from torch import Tensor
 from deepdraft.checkpoint.config import parse_args
 from deepdraft.checkpoint.names import Entry, tensor_table
 from deepdraft.checkpoint.reader import Packed
-from deepdraft.checkpoint.shards import INDEX_NAME, Nearest
+from deepdraft.checkpoint.shards import INDEX_NAME, Nearest, write_header
 from deepdraft.errors import CheckpointError
 from deepdraft.quant.formats import quantize_fp8_row, quantize_fp8_tile, quantize_mxfp4
 
@@ -31,7 +30,6 @@ _QUANTIZE = {
     "mxfp4": quantize_mxfp4,
 }
 _PLAIN = {"bf16": torch.bfloat16, "f32": torch.float32}
-_HEADER_ALIGNMENT = 8
 
 Source = Mapping[str, Tensor | Packed] | Callable[[str], Tensor | Packed]
 
@@ -122,24 +120,12 @@ def _units(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
 def _write_shard(
     path: Path, table: Mapping[str, Entry], entries: list[Entry], tensor: Callable[[str], Any]
 ) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    places: dict[str, int] = {}
-    position = 0
-    for entry in sorted(entries, key=lambda e: (_FILE_ORDER.index(e.dtype), e.name)):
-        end = position + entry.num_bytes
-        header[entry.name] = {
-            "dtype": entry.dtype,
-            "shape": list(entry.shape),
-            "data_offsets": [position, end],
-        }
-        places[entry.name] = position
-        position = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    order = sorted(entries, key=lambda e: (_FILE_ORDER.index(e.dtype), e.name))
+    head, places, size = write_header((e.name, e.dtype, e.shape, e.num_bytes) for e in order)
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        start = 8 + len(text)
-        file.truncate(start + position)
+        file.write(head)
+        start = len(head)
+        file.truncate(start + size)
         for entry in entries:
             if entry.format == "scale":
                 continue
