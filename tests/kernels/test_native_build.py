@@ -1,5 +1,6 @@
 """Compiling and keeping CUDA C++ kernels; what happens where they cannot be built."""
 
+import contextlib
 import ctypes
 import logging
 
@@ -7,7 +8,16 @@ import pytest
 import torch
 
 from deepdraft.errors import ConfigError
-from deepdraft.kernels.native import build, fragments, plans, stream
+from deepdraft.kernels.native import (
+    attend,
+    boundary,
+    build,
+    fragments,
+    plans,
+    route,
+    select,
+    stream,
+)
 from deepdraft.kernels.native.fragments import StreamPlan
 
 
@@ -105,6 +115,32 @@ def test_measured_plans_fit_and_cover_the_columns():
         assert (stream.shared_bytes(own, plan) + 1024) * plan.blocks <= 228 * 1024
         assert plan.groups * plan.across * plan.split == cols // 32
         assert plan.groups % plan.step == 0 and plan.warps in (8, 16)
+
+
+def test_a_kernel_is_loaded_with_the_memory_that_its_source_was_told(monkeypatch):
+    calls = []
+    monkeypatch.setattr(build, "cubin", lambda *args: calls.append(args) or b"code")
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: calls.append("context"))
+    monkeypatch.setattr(
+        build.Kernel, "__init__", lambda self, *args, **options: calls.append((args, options))
+    )
+    device, macros = torch.device("cuda", 1), {"A": 2, "SHARED_BYTES": 640}
+    assert isinstance(build.Kernel.load(device, "a.cu", "a", macros, threads=64), build.Kernel)
+    assert calls == [
+        ("a.cu", macros, "sm_90a"),
+        "context",
+        ((b"code", "a"), {"threads": 64, "shared": 640}),
+    ]
+    plan = StreamPlan(2, 2, 8, 2, 1, 2)
+    for own in (
+        attend.macros(32, 16),
+        boundary.macros(4, 6),
+        route.macros(96, 6),
+        select.macros(8192),
+        stream.macros(stream.UP, plan, 0),
+    ):
+        assert own["SHARED_BYTES"] > 0
 
 
 def has_nvrtc():

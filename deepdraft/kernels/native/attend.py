@@ -57,10 +57,8 @@ def shared_bytes(heads: int) -> int:
 
 @functools.cache
 def _kernel(device: torch.device, pairs: int, heads: int) -> build.Kernel:
-    code = build.cubin("attend.cu", macros(pairs, heads), "sm_90a")
-    with torch.cuda.device(device):
-        torch.cuda.current_stream()  # the context exists
-        return build.Kernel(code, "attend_kernel", threads=_THREADS, shared=shared_bytes(heads))
+    made = macros(pairs, heads)
+    return build.Kernel.load(device, "attend.cu", "attend_kernel", made, threads=_THREADS)
 
 
 def chunks(

@@ -57,10 +57,8 @@ def macros(streams: int, picks: int) -> dict[str, int]:
 def _kernel(
     device: torch.device, streams: int, picks: int, cluster: int, threads: int
 ) -> build.Kernel:
-    code = build.cubin("boundary.cu", macros(streams, picks), "sm_90a")
-    with torch.cuda.device(device):
-        torch.cuda.current_stream()  # the context exists
-        return build.Kernel(code, "boundary_kernel", threads=threads, shared=_SHARED_BYTES)
+    made = macros(streams, picks)
+    return build.Kernel.load(device, "boundary.cu", "boundary_kernel", made, threads=threads)
 
 
 def boundary(

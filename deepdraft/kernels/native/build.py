@@ -163,6 +163,17 @@ class Kernel:
         _called(status, f"{shared} bytes of shared memory")
         self._function, self._threads, self._shared = function, threads, shared
 
+    @classmethod
+    def load(
+        cls, device: torch.device, file: str, name: str, macros: Mapping[str, int], *, threads: int
+    ) -> "Kernel":
+        """Kernel `name` of a source file, for this device. The macro SHARED_BYTES is its dynamic
+        shared memory. Keep what is returned: nothing here remembers it."""
+        code = cubin(file, macros, "sm_90a")
+        with torch.cuda.device(device):
+            torch.cuda.current_stream()  # the context exists
+            return cls(code, name, threads=threads, shared=macros["SHARED_BYTES"])
+
     def launch(
         self, grid: tuple[int, int], params: ctypes.Structure, *, programmatic: bool
     ) -> None:

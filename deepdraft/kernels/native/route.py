@@ -57,11 +57,8 @@ def _shared_bytes(picks: int) -> int:
 
 @functools.cache
 def _kernel(device: torch.device, experts: int, picks: int) -> build.Kernel:
-    code = build.cubin("route.cu", macros(experts, picks), "sm_90a")
-    with torch.cuda.device(device):
-        torch.cuda.current_stream()  # the context exists
-        shared = _shared_bytes(picks)
-        return build.Kernel(code, "route_kernel", threads=32 * _WARPS, shared=shared)
+    made = macros(experts, picks)
+    return build.Kernel.load(device, "route.cu", "route_kernel", made, threads=32 * _WARPS)
 
 
 def route(

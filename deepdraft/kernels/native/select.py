@@ -3,7 +3,6 @@
 Contract and reference: as of `kernels.index.select_top` and `candidate_blocks`, which call this
 file where it can run; the results are the same.
 
-
 Owns: parameters. Knows nothing of: compiling (build).
 """
 
@@ -48,11 +47,7 @@ def _shared_bytes(most: int) -> int:
 
 @functools.cache
 def _kernel(device: torch.device, most: int) -> build.Kernel:
-    code = build.cubin("select.cu", macros(most), "sm_90a")
-    with torch.cuda.device(device):
-        torch.cuda.current_stream()  # the context exists
-        shared = _shared_bytes(most)
-        return build.Kernel(code, "select_kernel", threads=THREADS, shared=shared)
+    return build.Kernel.load(device, "select.cu", "select_kernel", macros(most), threads=THREADS)
 
 
 def select(

@@ -130,11 +130,8 @@ def threads(plan: StreamPlan) -> int:
 
 @functools.cache
 def _kernel(device: torch.device, kind: int, plan: StreamPlan, output: int) -> build.Kernel:
-    code = build.cubin("stream.cu", macros(kind, plan, output), "sm_90a")
-    with torch.cuda.device(device):
-        torch.cuda.current_stream()  # the context exists
-        shared = shared_bytes(kind, plan)
-        return build.Kernel(code, "stream_kernel", threads=threads(plan), shared=shared)
+    made = macros(kind, plan, output)
+    return build.Kernel.load(device, "stream.cu", "stream_kernel", made, threads=threads(plan))
 
 
 @functools.cache

@@ -22,18 +22,6 @@ inline u32 times_bf16(u32 a, u32 b) {
     return pack_bf16(bf16_of(a & 0xFFFF) * bf16_of(b & 0xFFFF), bf16_of(a >> 16) * bf16_of(b >> 16));
 }
 
-#define CLUSTER
-static int arrived_turn[MOST];
-inline void cluster_arrive() {
-    arrived_turn[current] = cluster.turn;
-    if (++cluster.arrived == CL * threads) cluster.arrived = 0, cluster.turn++;
-}
-inline void cluster_wait() { while (cluster.turn == arrived_turn[current]) give_way(); }
-inline void store_there(float* to, u32 rank, float v) { *(float*)(shared[rank] + shared_address(to)) = v; }
-inline float4 load_there(const float* from, u32 rank) {
-    return *(const float4*)(shared[rank] + shared_address(from));
-}
-inline float divide(float a, float b) { return a / b; }
 
 #define stream_kernel attend_kernel
 #include "run.cpp"
