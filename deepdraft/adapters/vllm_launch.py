@@ -11,6 +11,7 @@ from typing import Any
 
 from deepdraft.adapters.environments import Environment, clean_environ
 from deepdraft.arch import DeepseekV2Args, DeepseekV3Args, LlamaArgs, V4Args, V41Args
+from deepdraft.checkpoint.section import read_config
 from deepdraft.checkpoint.spec import ModelSpec
 from deepdraft.checkpoint.spec_styles import missing_for
 from deepdraft.errors import ConfigError
@@ -87,7 +88,10 @@ def plan(
 
     `drafts`: tokens drafted a step by the checkpoint's own next-token prediction layer.
     """
-    config = read_config(checkpoint)
+    try:
+        config = read_config(checkpoint / "config.json")
+    except ConfigError as error:
+        raise ConfigError(f"{checkpoint} has no readable config.json: {error}") from error
     spec = ModelSpec.of(config)
     args: Any = spec.args
     if cpu:
@@ -109,17 +113,6 @@ def plan(
         hf_overrides=missing_for("vllm", config),
         speculative=speculative(config, drafts),
     )
-
-
-def read_config(checkpoint: Path) -> dict[str, Any]:
-    """config.json. Raises ConfigError."""
-    try:
-        config = json.loads((checkpoint / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{checkpoint} has no readable config.json: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{checkpoint}/config.json is no object")
-    return config
 
 
 def refuse_on_cpu(args: Any, config: dict[str, Any]) -> None:
