@@ -162,6 +162,8 @@ class Target:
             answer.fault, answer.message = fault.kind, str(fault)
         except (OSError, http.client.HTTPException, ValueError) as error:
             kind: FaultKind = "truncated" if answer.chunks else "connect"
+            if watch is not None and isinstance(error, TimeoutError):
+                kind = "timeout"  # the socket's own limit, which can pass just before the timer's
             answer.fault, answer.message = kind, f"{type(error).__name__}: {error}"
         finally:
             if watch is not None:

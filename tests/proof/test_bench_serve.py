@@ -185,6 +185,16 @@ def test_a_most_of_requests_is_under_way(broken: Broken, monkeypatch: pytest.Mon
     assert sorted(d.answer.fault or "" for d in done) == ["limit"] * 3 + ["timeout"] * 2
 
 
+def test_the_socket_may_notice_the_deadline_first(
+    broken: Broken, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deepdraft.proof import serve_client
+
+    monkeypatch.setattr(serve_client, "_cut", lambda *_: None)
+    broken.mode = "hangs"
+    assert Target("one", broken.url, timeout_s=0.2).ask(Ask(("Hi",), 4)).fault == "timeout"
+
+
 def test_traces(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text(
