@@ -1,39 +1,52 @@
-"""Runs in an environment of vLLM: greedy tokens and log-probabilities of prompts as token ids.
+"""Runs in an environment of vLLM: log-probabilities of prompts and of their greedy continuations.
 
-Reads one JSON object {"options": engine options, "prompts": [[ids]], "tokens": n} from standard
-input; writes one {"version", "tokens": [[ids]], "prompt_logprobs": [[..]]} as the last line.
+Order (`child`): {"options": engine options, "prompts": [[ids]], "tokens": n, "best": how many
+log-probabilities of a position are told (-1: all), "vocab": V}. Answer: {"version", "tokens":
+[[ids]]}, and beside it arrays.safetensors with i.prompt [N, V], whose row j follows token j of
+prompt i, and i.greedy [n, V], whose row j chose the continuation's token j; NaN was not told.
 """
 
 import json
 import sys
+from pathlib import Path
+from typing import Any
 
 
-def main() -> None:
+def main(folder: Path) -> None:
     """One engine, one batch."""
-    order = json.load(sys.stdin)
+    order = json.loads((folder / "order.json").read_text())
+    import numpy as np
     import vllm  # pyrefly: ignore[missing-import]
+    from safetensors.numpy import save_file
 
-    engine = vllm.LLM(**order["options"], disable_log_stats=True)
+    def rows(told: list[dict[int, Any]]) -> Any:
+        out = np.full((len(told), order["vocab"]), np.nan, np.float32)
+        for row, known in zip(out, told, strict=True):
+            for token, value in known.items():
+                row[token] = value.logprob
+        return out
+
+    best = order["best"]
+    engine = vllm.LLM(**order["options"], max_logprobs=best, disable_log_stats=True)
     params = vllm.SamplingParams(
         temperature=0.0,
         max_tokens=order["tokens"],
         ignore_eos=True,
-        prompt_logprobs=0,
+        prompt_logprobs=best,
+        logprobs=best,
         detokenize=False,
     )
     prompts = [{"prompt_token_ids": ids} for ids in order["prompts"]]
-    tokens, logprobs = [], []
-    for ids, output in zip(
-        order["prompts"], engine.generate(prompts, params, use_tqdm=False), strict=True
-    ):
-        tokens.append(list(output.outputs[0].token_ids))
-        rows = output.prompt_logprobs[1:]
-        logprobs.append([row[i].logprob for i, row in zip(ids[1:], rows, strict=True)])
-    print(
-        json.dumps({"version": vllm.__version__, "tokens": tokens, "prompt_logprobs": logprobs}),
-        flush=True,
-    )
+    tokens, arrays = [], {}
+    for i, output in enumerate(engine.generate(prompts, params, use_tqdm=False)):
+        first = output.outputs[0]
+        tokens.append(list(first.token_ids))
+        arrays[f"{i}.prompt"] = rows([*output.prompt_logprobs[1:], first.logprobs[0]])
+        arrays[f"{i}.greedy"] = rows(list(first.logprobs))
+    save_file(arrays, folder / "arrays.safetensors")
+    answer = {"version": vllm.__version__, "tokens": tokens}
+    (folder / "answer.json").write_text(json.dumps(answer))
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

@@ -5,20 +5,24 @@ nothing of vLLM is imported here.
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deepdraft.adapters.environments import Environment, clean_environ
+from deepdraft.adapters.layouts import read
 from deepdraft.arch import DeepseekV2Args, DeepseekV3Args, LlamaArgs, V4Args, V41Args
-from deepdraft.checkpoint.section import read_config
-from deepdraft.checkpoint.spec import ModelSpec
 from deepdraft.checkpoint.spec_styles import missing_for
 from deepdraft.errors import ConfigError
 
 _CPU_LATENTS = (512, 64)
 _MODULE = "vllm.entrypoints.openai.api_server"
 _KV_GIB = 1
+_STACKED = {
+    "deepseek_v2": "DeepdraftV2ForCausalLM",
+    "deepseek_v3": "DeepdraftV3ForCausalLM",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +36,8 @@ class Launch:
     attention_backend: str | None
     hf_overrides: dict[str, Any]
     speculative: dict[str, Any] | None = None
+    plugin: bool = False
+    """Whether it needs our plugin (`vllm_plugin`)."""
 
     def engine_options(self) -> dict[str, Any]:
         """Keyword arguments of vLLM's own engine."""
@@ -49,10 +55,9 @@ class Launch:
             options["speculative_config"] = self.speculative
         return options
 
-    def command(self, environment: Environment, port: int, name: str) -> list[str]:
-        """The server, by its module: the `vllm` command of the CPU wheel does not start."""
-        words = [str(environment.python), "-m", _MODULE, "--host", "127.0.0.1"]
-        words += ["--port", str(port), "--served-model-name", name]
+    def words(self) -> list[str]:
+        """The same as flags of its command line."""
+        words = []
         for key, value in self.engine_options().items():
             flag = "--" + key.replace("_", "-")
             if value is True:
@@ -63,8 +68,16 @@ class Launch:
                 words += [flag, str(value)]
         return words
 
-    def variables(self) -> dict[str, str]:
-        """Environment variables: no network, no statistics sent, little memory on a CPU."""
+    def command(self, environment: Environment, port: int, name: str) -> list[str]:
+        """The server, by its module: the `vllm` command of the CPU wheel does not start."""
+        words = [str(environment.python), "-m", _MODULE, "--host", "127.0.0.1"]
+        return [*words, "--port", str(port), "--served-model-name", name, *self.words()]
+
+    def variables(self, plugin: Path | None = None) -> dict[str, str]:
+        """Environment variables: no network, no statistics sent, little memory on a CPU.
+
+        `plugin`: where our package lies.
+        """
         more = {
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
@@ -73,6 +86,8 @@ class Launch:
         }
         if self.cpu:
             more |= {"VLLM_CPU_KVCACHE_SPACE": str(_KV_GIB), "VLLM_TARGET_DEVICE": "cpu"}
+        if plugin is not None:
+            more["PYTHONPATH"] = str(plugin)
         return clean_environ(**more)
 
 
@@ -83,16 +98,14 @@ def plan(
     dtype: str = "float32",
     max_model_len: int | None = None,
     drafts: int = 0,
+    accept_unknown: Iterable[str] = (),
 ) -> Launch:
-    """Settings that serve a checkpoint. Raises ConfigError for what vLLM cannot serve there.
+    """Settings that serve a checkpoint. `drafts`: tokens drafted a step by its own layers.
 
-    `drafts`: tokens drafted a step by the checkpoint's own next-token prediction layer.
+    Raises ConfigError for what vLLM cannot serve there, CheckpointError for a checkpoint that is
+    not whole.
     """
-    try:
-        config = read_config(checkpoint / "config.json")
-    except ConfigError as error:
-        raise ConfigError(f"{checkpoint} has no readable config.json: {error}") from error
-    spec = ModelSpec.of(config)
+    config, spec, layout = read(checkpoint, accept_unknown=accept_unknown)
     args: Any = spec.args
     if cpu:
         refuse_on_cpu(args, config)
@@ -101,8 +114,11 @@ def plan(
             f"{checkpoint} has no tokenizer.json; vLLM makes a prompt when it warms up and ends "
             "without one"
         )
+    overrides = missing_for("vllm", config)
+    if layout == "stacked":
+        overrides["architectures"] = [_stacked_architecture(config["model_type"], drafts)]
     latents = isinstance(args, DeepseekV2Args | DeepseekV3Args)
-    length = int(config.get("max_position_embeddings", 4096))
+    length = args.max_position_embeddings
     return Launch(
         checkpoint=checkpoint,
         cpu=cpu,
@@ -110,9 +126,25 @@ def plan(
         max_model_len=min(length, max_model_len or 4096),
         # The default on hosts with AMX is AMX_MLA, which computes in bfloat16 whatever is asked.
         attention_backend="CPU_MLA" if cpu and latents and dtype == "float32" else None,
-        hf_overrides=missing_for("vllm", config),
-        speculative=speculative(config, drafts),
+        hf_overrides=overrides,
+        speculative=speculative(args, config, drafts),
+        plugin=layout == "stacked",
     )
+
+
+def _stacked_architecture(kind: str, drafts: int) -> str:
+    """The class of our plugin that loads expert stacks."""
+    if kind not in _STACKED:
+        raise ConfigError(
+            f"this {kind} checkpoint holds all experts of a layer in one tensor; our plugin splits "
+            f"them for {' and '.join(_STACKED)} only"
+        )
+    if drafts:
+        raise ConfigError(
+            "vLLM reads the next-token prediction layer by itself, past our plugin, and does not "
+            "know expert stacks; start it without drafts"
+        )
+    return _STACKED[kind]
 
 
 def refuse_on_cpu(args: Any, config: dict[str, Any]) -> None:
@@ -141,12 +173,31 @@ def refuse_on_cpu(args: Any, config: dict[str, Any]) -> None:
         )
 
 
-def speculative(config: dict[str, Any], drafts: int) -> dict[str, Any] | None:
-    """--speculative-config for the next-token prediction layer of V3, V3.2 and V4."""
+def speculative(args: Any, config: dict[str, Any], drafts: int) -> dict[str, Any] | None:
+    """--speculative-config for the checkpoint's own drafting layers. Raises ConfigError.
+
+    V3, V3.2 and V4 have next-token prediction layers, of which vLLM runs the same one several
+    times; V4.1 (and V4 with `dspark_block_size`) drafts a block at a time with DSpark.
+    """
+    if drafts < 0:
+        raise ConfigError(f"drafts must be 0 or more, got {drafts}")
     if not drafts:
         return None
-    if not config.get("num_nextn_predict_layers"):
+    block = getattr(args, "dspark_block_size", config.get("dspark_block_size"))
+    if block:
+        if drafts > block:
+            raise ConfigError(
+                f"the DSpark layers of this checkpoint draft at most {block} tokens, got {drafts}"
+            )
+        return {"method": "dspark", "num_speculative_tokens": drafts}
+    layers = config.get("num_nextn_predict_layers")
+    if not layers:
         raise ConfigError("this checkpoint announces no next-token prediction layer to draft with")
     if config["model_type"] not in ("deepseek_v3", "deepseek_v32", "deepseek_v4"):
         raise ConfigError(f"vLLM drafts with no layer of {config['model_type']}")
+    if drafts > layers and drafts % layers:
+        raise ConfigError(
+            f"vLLM takes at most {layers} drafts, or a multiple of it, for {layers} prediction "
+            f"layers; got {drafts}"
+        )
     return {"method": "mtp", "num_speculative_tokens": drafts}

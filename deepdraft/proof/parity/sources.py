@@ -1,4 +1,4 @@
-"""Where references come from: transformers in another process, golden data, our own engine.
+"""Where references come from: transformers in another process, golden data, our own engine, others.
 
 Owns: running the child, reading what it wrote, bringing its weights to published names.
 Knows nothing of: comparing. A wire reference is `wire`.
@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,24 @@ from deepdraft.proof.tiny_families import entries_of
 
 _CHILD = Path(__file__).with_name("hf_child.py")
 _MAX_ERROR = 600
+
+
+Engine = Callable[[Sequence[Sequence[int]], int], Sequence[Any]]
+"""Another engine on one checkpoint: prompts, length of their greedy continuations -> an answer to
+each: `engine` (name and version), `prompt` [N, V] log-probabilities, row i following token i,
+`tokens`, `greedy` [len(tokens), V], row i having chosen token i; NaN where not told."""
+
+
+def from_engine(engine: Engine, ids: list[int], *, greedy: int) -> Trace:
+    """Log-probabilities of the text and a greedy continuation by another engine."""
+    (told,) = engine([ids], max(1, greedy))
+    trace = Trace(name=told.engine, ids=ids, logits=told.prompt, partial=True)
+    trace.greedy = told.tokens[:greedy]
+    if greedy:
+        # What is not told is less likely than what is.
+        least = float(told.greedy.nan_to_num(nan=0.0).min())
+        trace.greedy_logits = told.greedy[:greedy].nan_to_num(nan=least)
+    return trace
 
 
 def from_native(directory: Path, ids: list[int], *, greedy: int) -> Trace:

@@ -53,6 +53,7 @@ class Target:
     spec: ModelSpec
     source: WeightSource
     patches: dict[str, Any] = field(default_factory=dict)
+    numerics: str = "exact"
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: dict[str, Any]) -> Target:
@@ -68,8 +69,8 @@ class Target:
         return Target(self.checkpoint, self.spec, Changed(self.source, tensors))
 
     def model(self) -> Any:
-        """The loaded model, in float32."""
-        return load_model(self.checkpoint, self.spec.args, self.source)
+        """The loaded model, computing in float32."""
+        return load_model(self.checkpoint, self.spec.args, self.source, numerics=self.numerics)
 
     def names(self) -> list[str]:
         """Weights that the model may read, by published name."""
