@@ -84,13 +84,14 @@ export class Answer {
   draw(final) {
     const begin = performance.now();
     const bottom = nearBottom();
+    let left = false;
     if (this.reasoning.text) {
       this.reasoning.align(final || this.content.text !== "");
-      this.thoughtsView.update(final || this.content.text !== "");
+      left = this.thoughtsView.update(final || this.content.text !== "");
       this.fold.hidden = false;
     }
     this.content.align(final);
-    this.contentView.update(final);
+    left = this.contentView.update(final) || left;
     this.wait.hidden = final || Boolean(this.times.first);
     this.#tell(final);
     if (this.strip.steps.length) {
@@ -100,6 +101,7 @@ export class Answer {
     if (bottom) toBottom();
     this.drawn = performance.now();
     this.cost = this.drawn - begin;
+    if (left) this.#schedule();
   }
 
   #tell(final) {

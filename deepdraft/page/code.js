@@ -6,16 +6,13 @@ import { openPreview } from "./preview.js";
 const CHUNK_LINES = 32; // lines of one box: what is laid out anew when a line is added
 
 export class CodeBlock {
-  // Code from source position `start` on; `fence` "": a page without a fence around it.
-  constructor(track, lang, start, fence, say) {
+  constructor(track, lang, say) {
     this.track = track;
-    this.fence = fence;
-    this.drawn = start; // everything before this is drawn
-    this.line = start; // where the line begins that is looked at for a fence
-    this.source = () => track.text.slice(start, this.drawn);
+    this.lines = 0; // so many are drawn whole
+    this.pieces = []; // [from, to) of the source, as far as drawn
     this.code = el("code");
     this.box = null;
-    this.numLines = 0;
+    this.numLines = 0; // of the box
     const name = lang || "text";
     this.bar = el("div.code-bar", {}, el("span.lang", {}, name));
     this.bar.append(button("Copy", () => copy(this.source(), say), { class: "quiet" }));
@@ -24,12 +21,16 @@ export class CodeBlock {
     this.node = el("div.code", {}, this.bar, pre);
   }
 
+  source() {
+    return this.pieces.map(([a, b]) => this.track.text.slice(a, b)).join("");
+  }
+
   runs() {
     const run = button("Run", () => {
       const open = this.node.nextElementSibling?.classList.contains("preview");
       if (open) this.node.nextElementSibling.remove();
       else {
-        const preview = openPreview(this.source, () => {
+        const preview = openPreview(() => this.source(), () => {
           run.setAttribute("aria-expanded", "false");
           run.focus();
         });
@@ -41,56 +42,27 @@ export class CodeBlock {
     this.bar.append(run);
   }
 
-  // Draws up to `limit`; returns the position behind the block where it ends, else -1.
-  grow(limit, final) {
-    const { text } = this.track;
-    for (;;) {
-      let end = text.indexOf("\n", this.line);
-      const whole = end >= 0 && end < limit;
-      if (!whole) end = limit;
-      const line = text.slice(this.line, end);
-      if ((whole || final) && this.#ends(line)) {
-        if (!this.fence) this.#draw(end);
-        return whole ? end + 1 : limit;
-      }
-      if (!whole) {
-        // A line of nothing but marks may become the closing fence.
-        const sure = final || !this.fence || !/^\s*[`~]*\s*$/.test(line);
-        if (sure) this.#draw(limit);
-        return final ? limit : -1;
-      }
-      this.#draw(end + 1);
-      this.line = end + 1;
+  // Draws what has come of lines [first, last), the line breaks of those before `whole` too.
+  grow(lines, first, last, whole) {
+    for (let i = first + this.lines; i < last; i++) {
+      const [a, b] = lines[i];
+      this.#draw(a, i < whole ? b + 1 : b);
+      if (i < whole) this.lines++;
     }
   }
 
-  #ends(line) {
-    if (!this.fence) return /<\/html>/i.test(line);
-    const run = line.trim();
-    return run.length >= this.fence.length && run === this.fence[0].repeat(run.length);
-  }
-
-  #draw(to) {
-    const { text } = this.track;
-    while (this.drawn < to) {
-      let end = text.indexOf("\n", this.drawn) + 1;
-      if (end <= 0 || end > to) end = to;
-      if (!this.box || this.numLines >= CHUNK_LINES) {
-        this.box = el("span.lines");
-        this.code.append(this.box);
-        this.numLines = 0;
-      }
-      this.track.draw(this.box, this.drawn, end);
-      if (text[end - 1] === "\n") this.numLines++;
-      this.drawn = end;
+  #draw(a, b) {
+    const piece = this.pieces.at(-1);
+    const drawn = piece?.[1] ?? -1;
+    if (b <= drawn) return;
+    if (!this.box || this.numLines >= CHUNK_LINES) {
+      this.box = el("span.lines");
+      this.code.append(this.box);
+      this.numLines = 0;
     }
-  }
-
-  // Draws lines that do not stand together in the source, as in a list.
-  whole(lines) {
-    this.source = () => lines.map(([a, b]) => this.track.text.slice(a, b)).join("\n");
-    this.box = el("span.lines");
-    this.code.append(this.box);
-    for (const [a, b] of lines) this.track.draw(this.box, a, Math.min(b + 1, this.track.text.length));
+    this.track.draw(this.box, Math.max(a, drawn), b);
+    if (a <= drawn) piece[1] = b;
+    else this.pieces.push([a, b]);
+    if (this.track.text[b - 1] === "\n") this.numLines++;
   }
 }

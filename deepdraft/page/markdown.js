@@ -1,46 +1,29 @@
-// Markdown as it grows, drawn into the document.
+// Markdown as it grows, drawn into the document, block by block.
 //
 // Every visible character is a character of the source, so that tokens can be laid over it
 // (Track.draw). Nothing is ever parsed as markup by the browser: HTML in an answer is text, or a
-// code block that can be run in a sandbox. What is complete is drawn once; only the last block is
-// drawn anew as it grows, and long code and long paragraphs are appended to.
+// code block that can be run in a sandbox. A finished block is never looked at again. An open one
+// takes the lines that have come, and hands them on to the open block inside: a list grows by
+// items, a table by rows, code by lines, text by characters.
 
 import { el } from "./dom.js";
 import { CodeBlock } from "./code.js";
+import { GrowingText } from "./inline.js";
 
 const MAX_DEPTH = 8;
-const WINDOW = 2000; // how far the end of an emphasis or a link is looked for
-const APPEND_FROM = 400; // paragraphs longer than this are appended to
 const TELLING = 24; // characters of a line that surely say what it begins
+const AT_ONCE = 4000; // characters taken in by one update, so that no frame is long
 
 const FENCE = /^( {0,3})(`{3,}|~{3,})[ \t]*([^\s`]*)[^`]*$/;
 const PAGE = /^\s{0,3}<(?:!doctype\s+html|html[\s>])/i;
+const PAGE_END = /<\/html>/i;
 const HEADING = /^ {0,3}(#{1,6})[ \t]+/;
 const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])(?:[ \t]+|$)/;
 const DELIMITERS = /^ {0,3}\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
-const SPECIAL = /[\\`*_~[<]|!\[|https?:\/\//g;
-const MAY_BEGIN = /[\\`*_~[<!h\udc00-\udfff]/; // a construct, or the second half of a character
-const PUNCTUATION = /[!-/:-@[-`{-~]/;
-const WORD = /[\p{L}\p{N}]/u;
 
-// Lines as [from, to) of the source, without their line breaks.
-function linesOf(text, from, to) {
-  const lines = [];
-  while (from < to) {
-    let end = text.indexOf("\n", from);
-    if (end < 0 || end > to) end = to;
-    lines.push([from, end]);
-    from = end + 1;
-  }
-  return lines;
-}
-
-const closes = (line, fence) => {
-  const run = line.trim();
-  return run.length >= fence.length && /^ {0,3}\S/.test(line) && run === fence[0].repeat(run.length);
-};
+const OUT = 0, IN = 1, BLANK = 2, END = 3; // of a line: whether it belongs to a block, or ends it
 
 // What a line begins besides a paragraph, or null.
 function opener(line) {
@@ -53,514 +36,455 @@ function opener(line) {
   return null;
 }
 
-const isTable = (text, lines, i) => {
-  if (i + 1 >= lines.length || !text.slice(...lines[i]).includes("|")) return false;
-  const line = text.slice(...lines[i + 1]);
-  return line.includes("|") && DELIMITERS.test(line);
-};
-
-// The block that begins at line i: its kind, its lines, and the line behind it.
-function blockAt(text, lines, i) {
-  const get = (j) => text.slice(...lines[j]);
-  const line = get(i);
-  const kind = opener(line);
-  let j = i + 1;
-  if (kind === "code") {
-    const [, , fence, lang] = FENCE.exec(line);
-    while (j < lines.length && !closes(get(j), fence)) j++;
-    return { kind, fence, lang, first: i + 1, last: j, next: Math.min(j + 1, lines.length) };
-  }
-  if (kind === "page") {
-    j = i;
-    while (j < lines.length && !/<\/html>/i.test(get(j))) j++;
-    j = Math.min(j + 1, lines.length);
-    return { kind: "code", fence: "", lang: "html", first: i, last: j, next: j };
-  }
-  if (kind === "heading" || kind === "rule") return { kind, first: i, last: j, next: j };
-  if (kind === "quote") {
-    while (j < lines.length && QUOTE.test(get(j))) j++;
-    return { kind, first: i, last: j, next: j };
-  }
-  if (kind === "item") return { kind, ...itemEnd(get, lines.length, i) };
-  if (isTable(text, lines, i)) {
-    j = i + 2;
-    while (j < lines.length && get(j).includes("|") && !opener(get(j))) j++;
-    return { kind: "table", first: i, last: j, next: j };
-  }
-  while (j < lines.length && get(j).trim() && !isTable(text, lines, j)) {
-    const other = opener(get(j));
-    // A line such as "2024. It was" goes on with the paragraph.
-    if (other && !(other === "item" && /^ *\d/.test(get(j)) && !/^ *1[.)]/.test(get(j)))) break;
-    j++;
-  }
-  return { kind: "paragraph", first: i, last: j, next: j };
-}
-
-function itemEnd(get, count, i) {
-  let j = i + 1, last = j;
-  for (; j < count; j++) {
-    const line = get(j);
-    if (!line.trim()) continue;
-    const lazy = last === j && !opener(line);
-    if (!/^(?: {2}|\t)/.test(line) && !lazy) break;
-    last = j + 1;
-  }
-  return { first: i, last, next: last };
-}
-
 // Whether a line that is still being written already says what it begins.
 function telling(line, kind) {
-  if (!line.trim() || kind === "table" || /^ {0,3}`{3}/.test(line)) return false;
+  if (!line.trim() || kind === "table" || /^ {0,3}`{3}/.test(line) || RULE.test(line)) return false;
   return line.length >= TELLING || /^ {0,3}(?:>|#{1,6}[ \t]+\S)/.test(line) || /^\p{L}/u.test(line)
     || /^ {0,3}(?:[-*+]|\d{1,9}[.)])[ \t]+[^\s*\-_]/.test(line);
 }
 
-// Whether nothing that may still come can change a block any more. `ended`: the last line is whole.
-function isClosed(text, lines, block, ended) {
-  const { kind, next } = block;
-  const whole = (j) => j < lines.length - 1 || ended;
-  if (kind === "heading" || kind === "rule") return whole(block.first);
-  for (let j = next; j < lines.length; j++) {
-    const line = text.slice(...lines[j]);
-    if (!line.trim()) {
-      if (whole(j) && kind !== "item") return true;
-      continue;
-    }
-    // A table shows by its second line.
-    if (line.includes("|") && !whole(j + 1)) return false;
-    return whole(j) || telling(line, kind);
-  }
-  return false;
+const closes = (line, fence) => {
+  const run = line.trim();
+  return run.length >= fence.length && /^ {0,3}\S/.test(line) && run === fence[0].repeat(run.length);
+};
+
+const isBlank = (text, [a, b]) => !text.slice(a, b).trim();
+
+// A line behind what a pattern matches at its begin.
+const behind = (text, [a, b], pattern) => [a + (pattern.exec(text.slice(a, b))?.[0].length ?? 0), b];
+
+function trimmed(text, a, b) {
+  while (a < b && /\s/.test(text[a])) a++;
+  while (b > a && /\s/.test(text[b - 1])) b--;
+  return [a, b];
 }
 
-const strip = (text, [a, b], pattern) => {
-  const found = pattern.exec(text.slice(a, b));
-  return [found ? a + found[0].length : a, b];
-};
+// Where the text of a heading ends: before the marks that may close it and the space before them.
+function headingEnd(text, a, b) {
+  let end = trimmed(text, a, b)[1];
+  let marks = end;
+  while (marks > a && text[marks - 1] === "#") marks--;
+  if (marks < end && (marks === a || /[ \t]/.test(text[marks - 1]))) end = marks;
+  return trimmed(text, a, end)[1];
+}
 
-const safeLink = (address) => {
-  try {
-    const url = new URL(address);
-    return ["http:", "https:", "mailto:"].includes(url.protocol) ? url.href : null;
-  } catch {
-    return null; // relative ones would lead into this server
+// ---- kinds of blocks: each takes lines of `list` (a BlockList) from its own `first` on -----------
+
+class Block {
+  constructor(list, first, { kind, mark }) {
+    this.list = list;
+    this.kind = kind;
+    this.mark = mark; // what of its first line makes it what it is
+    this.first = first;
+    this.seen = 0; // lines that could change no more when its kind was last looked at
+    this.begun = first + 1; // its lines before this are its own by being there
+    this.kept = null; // {j, last}: lines before j are looked at for good, those before last its own
+    this.last = this.next = first; // behind its text, behind its lines
+    this.ended = false;
   }
-};
 
-const anchor = (href) =>
-  el("a", { href, target: "_blank", rel: "noopener noreferrer nofollow", title: href });
+  // What line j is to the block, whose own lines end at `last`.
+  takes() { return OUT; }
 
-// Text with emphasis, code and links, made of pieces of the source.
-class Inline {
-  constructor(track, segments) {
+  // Whether lines before j stay what they are to the block, whatever comes.
+  keeps(j) { return j <= this.list.whole; }
+
+  // Looks at the lines that have come.
+  scan(final) {
+    let { j, last } = (this.kept ??= { j: this.begun, last: this.begun });
+    this.ended = false;
+    while (j < this.list.lines.length && !this.ended) {
+      const how = this.takes(j, last, final);
+      if (how === OUT) break;
+      this.ended = how === END;
+      j++;
+      if (how === IN) last = j;
+      if (this.keeps(j)) this.kept = { j, last };
+    }
+    this.last = last;
+    this.next = this.ended ? j : last;
+  }
+
+  // Whether nothing that may still come can change the block any more.
+  isClosed() {
+    const { list, kind } = this;
+    for (let j = this.next; j < list.lines.length; j++) {
+      const line = list.line(j), whole = j < list.whole;
+      if (!line.trim()) {
+        if (whole && kind !== "item") return true;
+        continue;
+      }
+      // A table shows by its second line.
+      if (line.includes("|") && j + 1 >= list.whole) return false;
+      return whole || telling(line, kind);
+    }
+    return false;
+  }
+
+  draw() {}
+
+  place(node) {
+    this.node = node;
+    this.list.node.append(node);
+  }
+
+  drop() {
+    this.node.remove();
+  }
+}
+
+class Paragraph extends Block {
+  constructor(...args) {
+    super(...args);
+    this.place(el("p"));
+    this.text = new GrowingText(this.list.track, this.node);
+    this.begun = this.first;
+  }
+
+  takes(j) {
+    const line = this.list.line(j);
+    if (j === this.first) return IN;
+    if (!line.trim() || this.list.isTable(j)) return OUT;
+    const other = opener(line);
+    // A line such as "2024. It was" goes on with the paragraph.
+    return other && !(other === "item" && /^ *\d/.test(line) && !/^ *1[.)]/.test(line)) ? OUT : IN;
+  }
+
+  // A line with a bar may turn out to be the head of a table.
+  keeps(j) {
+    return j < this.list.whole || (j === this.list.whole && !this.list.line(j - 1).includes("|"));
+  }
+
+  draw(open) {
+    const { lines } = this.list;
+    const { j } = this.kept;
+    let sure = j > this.first ? lines[j - 1][1] : lines[this.first][0];
+    if (this.last === j + 1) {
+      const line = this.list.line(j);
+      if (line.length >= TELLING && !line.includes("|")) sure = lines[j][1];
+    }
+    this.text.draw(lines, this.first, this.last, sure, open);
+  }
+}
+
+// All that is left, where blocks stand too deep in each other.
+class Rest extends Paragraph {
+  takes() { return IN; }
+  isClosed() { return false; }
+}
+
+class Heading extends Block {
+  constructor(...args) {
+    super(...args);
+    this.place(el("h" + Math.min(6, this.mark.trim().length + 2))); // the page has levels of its own above
+    this.text = new GrowingText(this.list.track, this.node);
+  }
+
+  isClosed() { return this.first < this.list.whole; }
+
+  draw(open) {
+    const { text } = this.list.track;
+    const [from, b] = this.list.lines[this.first];
+    const a = from + this.mark.length;
+    const end = headingEnd(text, a, b);
+    this.text.draw([[a, end]], 0, 1, end, open);
+  }
+}
+
+class Rule extends Block {
+  constructor(...args) {
+    super(...args);
+    this.place(el("hr"));
+  }
+
+  isClosed() { return this.first < this.list.whole; }
+}
+
+class Code extends Block {
+  constructor(...args) {
+    super(...args);
+    const [, , fence, lang] = FENCE.exec(this.mark) ?? [null, null, "", "html"];
+    this.fence = fence; // "": a page without a fence around it
+    this.code = new CodeBlock(this.list.track, lang, this.list.say);
+    this.place(this.code.node);
+    if (!fence) this.begun = this.first;
+  }
+
+  takes(j, last, final) {
+    const line = this.list.line(j), whole = j < this.list.whole || final;
+    if (!this.fence) return whole && PAGE_END.test(line) ? END : IN;
+    if (closes(line, this.fence) && whole) return END;
+    // A line of nothing but marks may become the closing fence.
+    return whole || !/^\s*[`~]*\s*$/.test(line) ? IN : OUT;
+  }
+
+  isClosed() { return this.ended; }
+
+  draw() {
+    const { lines, whole } = this.list;
+    const page = !this.fence && this.ended;
+    this.code.grow(lines, this.fence ? this.first + 1 : this.first, page ? this.next : this.last,
+      page ? this.next - 1 : whole);
+  }
+}
+
+class Quote extends Block {
+  constructor(...args) {
+    super(...args);
+    this.place(el("blockquote"));
+    this.inner = this.list.inside(this.node);
+  }
+
+  takes(j) { return QUOTE.test(this.list.line(j)) ? IN : OUT; }
+
+  draw(open) {
+    const { text } = this.list.track;
+    this.inner.take(this, (line) => behind(text, line, QUOTE));
+    this.inner.update(!open);
+  }
+}
+
+class Item extends Block {
+  constructor(...args) {
+    super(...args);
+    const number = parseInt(this.mark, 10);
+    const tag = Number.isNaN(number) ? "UL" : "OL";
+    let list = this.list.node.lastElementChild;
+    if (list?.tagName !== tag) {
+      list = el(tag.toLowerCase(), { start: tag === "OL" && number !== 1 ? number : null });
+      this.list.node.append(list);
+    }
+    this.node = el("li");
+    list.append(this.node);
+    this.inner = this.list.inside(this.node);
+    this.indent = new RegExp(`^ {0,${Math.max(2, this.mark.length)}}`);
+  }
+
+  takes(j, last) {
+    const line = this.list.line(j);
+    if (!line.trim()) return BLANK;
+    return /^(?: {2}|\t)/.test(line) || (last === j && !opener(line)) ? IN : OUT;
+  }
+
+  draw(open) {
+    const { text } = this.list.track;
+    this.inner.take(this, ([a, b], i) =>
+      (i ? behind(text, [a, b], this.indent) : [a + this.mark.length, b]));
+    this.inner.update(!open);
+  }
+
+  drop() {
+    const list = this.node.parentNode;
+    super.drop();
+    if (!list.childNodes.length) list.remove();
+  }
+}
+
+class Table extends Block {
+  constructor(...args) {
+    super(...args);
+    this.begun = this.first + 2;
+    this.body = el("tbody");
+    this.table = el("table");
+    this.align = null;
+    this.rows = 0; // so many are drawn whole
+    this.row = null; // the one that is being written
+    this.place(el("div.table", { tabindex: 0, role: "region", "aria-label": "Table" }, this.table));
+  }
+
+  takes(j) {
+    const line = this.list.line(j);
+    return line.includes("|") && !opener(line) ? IN : OUT;
+  }
+
+  draw(open) {
+    const { lines, whole, track } = this.list;
+    if (!this.rows && !this.row) this.head(lines[this.first], lines[this.first + 1]);
+    const from = this.first + 2;
+    if (from + this.rows >= this.last) {
+      this.row?.node.remove();
+      this.row = null;
+    }
+    for (let i = from + this.rows; i < this.last; i++) {
+      if (!this.row) {
+        this.row = new Row(track, "td", this.align);
+        this.body.append(this.row.node);
+      }
+      const growing = open && i >= whole;
+      this.row.draw(lines[i], growing);
+      if (growing) break;
+      this.rows++;
+      this.row = null;
+    }
+  }
+
+  // Drawn anew only where the line of delimiters, still being written, says something else.
+  head(line, delimiters) {
+    const marks = new Row(this.list.track, "td", null).cells(delimiters)
+      .map(([a, b]) => this.list.track.text.slice(a, b));
+    const align = marks.map((m) => (!m.endsWith(":") ? "" : m.startsWith(":") ? "center" : "right"));
+    if (align.join() === this.align?.join()) return;
+    this.align = align;
+    const row = new Row(this.list.track, "th", align);
+    row.draw(line, false);
+    this.table.replaceChildren(el("thead", {}, row.node), this.body);
+  }
+}
+
+// One row of a table, cell by cell.
+class Row {
+  constructor(track, tag, align) {
     this.track = track;
-    this.segments = segments;
-    this.starts = [];
-    let at = 0;
-    for (const [a, b] of segments) {
-      this.starts.push(at);
-      at += b - a + 1;
-    }
-    this.s = segments.map(([a, b]) => track.text.slice(a, b)).join("\n");
-    this.failed = Infinity; // the first mark that may still become something else
-    this.spans = []; // [begin, end) of what stands outermost
-    this.links = [-1, -1]; // a place, and where "](" is next from there on
+    this.tag = tag;
+    this.align = align;
+    this.node = el("tr");
+    this.at = -1; // where the open cell begins
+    this.text = null; // of the open cell
   }
 
-  // parent null: nothing is drawn.
-  text(parent, i, end) {
-    if (!parent) return;
-    for (let k = 0; k < this.segments.length && i < end; k++) {
-      const [a, b] = this.segments[k];
-      const from = this.starts[k];
-      const to = from + (b - a) + 1; // with the line break
-      if (i >= to) continue;
-      const upto = Math.min(end, to);
-      this.track.draw(parent, a + i - from, a + upto - from);
-      i = upto;
+  // The cells of a line from `at` on, as [from, to] without space around them; the last is open.
+  cells([a, b]) {
+    const { text } = this.track;
+    const found = [];
+    let from = Math.max(a, this.at);
+    for (let i = from; i <= b; i++) {
+      if (text[i] === "\\" && i + 1 < b) { i++; continue; }
+      if (i < b && text[i] !== "|") continue;
+      found.push([from, i]);
+      from = i + 1;
     }
+    const first = this.at < 0;
+    const bare = found.map(([x, y]) => trimmed(text, x, y));
+    this.next = found[found.length - 1][0];
+    // Bars at both ends are no cells.
+    return bare.filter(([x, y], i) => x < y || !((first && i === 0) || i === bare.length - 1));
   }
 
-  parse(parent, i = 0, end = this.s.length, depth = 0) {
-    let from = i;
-    const put = (to) => this.text(parent, from, to);
-    while (i < end) {
-      SPECIAL.lastIndex = i;
-      const found = SPECIAL.exec(this.s);
-      if (!found || found.index >= end) break;
-      i = found.index;
-      const span = depth < MAX_DEPTH ? this.span(found[0], i, end, depth) : null;
-      if (!span) {
-        if (depth === 0 && i > end - WINDOW) this.failed = Math.min(this.failed, i);
-        i += "`*_~".includes(found[0]) ? this.run(i, end) : found[0].length;
-        continue;
+  // Draws what has come of a line, of whose cells the last may be `open`.
+  draw(line, open) {
+    for (const cell of this.cells(line)) {
+      if (!this.text) {
+        const i = this.node.childNodes.length;
+        if (i >= Math.max(1, this.align.length)) break;
+        const box = el(this.align[i] ? `${this.tag}.${this.align[i]}` : this.tag);
+        this.node.append(box);
+        this.text = new GrowingText(this.track, box);
       }
-      put(i);
-      if (parent) span.draw(parent);
-      else this.spans.push([i, span.next]);
-      if (this.grows(span, end)) this.failed = Math.min(this.failed, i);
-      i = from = span.next;
+      const growing = open && cell[0] >= this.next;
+      this.text.draw([cell], 0, 1, cell[1], growing);
+      if (!growing) this.text = null;
     }
-    put(end);
+    this.at = this.next;
+  }
+}
+
+const KINDS = {
+  paragraph: Paragraph, rest: Rest, heading: Heading, rule: Rule, code: Code, page: Code,
+  quote: Quote, item: Item, table: Table,
+};
+
+// ---- blocks one after the other ------------------------------------------------------------------
+
+// What `node` holds: the answer, a quote, an item of a list. Only the last block can be open.
+class BlockList {
+  constructor(track, say, node, depth) {
+    this.track = track;
+    this.say = say;
+    this.node = node;
+    this.depth = depth;
+    this.lines = []; // [from, to) of the source, without what marks them as lines of this list
+    this.whole = 0; // how many of them can change no more
+    this.first = 0; // the first that is not in a finished block
+    this.block = null; // the open one
   }
 
-  // Whether more text could change a construct: more marks at its end, more of an address.
-  grows({ next, bare, loose }, end) {
-    return loose || (bare ? !/[\s<>"'`)\]]/.test(this.s.slice(next, end)) : next >= end);
+  inside(node) {
+    return new BlockList(this.track, this.say, node, this.depth + 1);
   }
 
-  run(i, end) {
-    let n = 1;
-    while (i + n < end && this.s[i + n] === this.s[i]) n++;
-    return n;
+  line(i) {
+    return this.track.text.slice(...this.lines[i]);
   }
 
-  // The construct at i: {next, draw(parent)}, or null where there is none.
-  span(mark, i, end, depth) {
-    if (mark === "\\") return this.escape(i, end);
-    if (mark === "`") return this.code(i, end);
-    if (mark === "*" || mark === "_" || mark === "~") return this.emphasis(i, end, depth);
-    if (mark === "[" || mark === "![") return this.link(i, end, depth, mark === "![");
-    return this.address(mark, i, end);
+  // Takes the lines of a block of the list around it, each without its mark.
+  take({ list, first, last }, cut) {
+    this.lines.length = this.whole;
+    for (let i = this.whole; first + i < last; i++) this.lines.push(cut(list.lines[first + i], i));
+    this.whole = Math.max(this.whole, Math.min(list.whole, last) - first);
   }
 
-  escape(i, end) {
-    if (i + 1 >= end || !PUNCTUATION.test(this.s[i + 1])) return null;
-    return { next: i + 2, draw: (parent) => this.text(parent, i + 1, i + 2) };
+  isTable(i) {
+    if (i + 1 >= this.lines.length || !this.line(i).includes("|")) return false;
+    const line = this.line(i + 1);
+    return line.includes("|") && DELIMITERS.test(line);
   }
 
-  code(i, end) {
-    const n = this.run(i, end);
-    const most = Math.min(end, i + WINDOW);
-    for (let j = i + n; j < most; j++) {
-      if (this.s[j] !== "`") continue;
-      const m = this.run(j, end);
-      if (m === n) {
-        let [a, b] = [i + n, j];
-        if (b - a > 2 && this.s[a] === " " && this.s[b - 1] === " ") { a++; b--; }
-        const draw = (parent) => {
-          const node = el("code");
-          this.text(node, a, b);
-          parent.append(node);
-        };
-        return { next: j + n, draw };
-      }
-      j += m - 1;
+  // What begins at line i, and by which mark.
+  begins(i) {
+    if (this.depth >= MAX_DEPTH) return { kind: "rest", mark: "" };
+    const line = this.line(i);
+    const kind = opener(line) ?? (this.isTable(i) ? "table" : "paragraph");
+    const mark = { code: FENCE, heading: HEADING, item: ITEM }[kind]?.exec(line)[0] ?? "";
+    return { kind, mark };
+  }
+
+  // The block that the next lines belong to, or null where that cannot be said yet.
+  current(final) {
+    const { block, lines, whole } = this;
+    // A table shows by its second line.
+    if (block && block.first + (/table|paragraph/.test(block.kind) ? 1 : 0) < block.seen) return block;
+    let i = block ? block.first : this.first;
+    while (i < lines.length && isBlank(this.track.text, lines[i])) i++;
+    const found = i < lines.length ? this.begins(i) : null;
+    const same = block && found?.kind === block.kind && found.mark === block.mark;
+    if (!same) {
+      block?.drop();
+      this.first = Math.max(this.first, Math.min(i, whole));
+      // The fence's own line may not be complete yet.
+      const waits = !found || (found.kind === "code" && i >= whole && !final);
+      this.block = waits ? null : new KINDS[found.kind](this, i, found);
     }
-    return null;
+    if (this.block) this.block.seen = whole;
+    return this.block;
   }
 
-  emphasis(i, end, depth) {
-    const s = this.s, c = s[i];
-    const n = Math.min(this.run(i, end), c === "~" ? 2 : 3);
-    if (c === "~" && n < 2) return null;
-    const next = s[i + n];
-    if (i + n >= end || /\s/.test(next)) return null;
-    if (c === "_" && i > 0 && WORD.test(s[i - 1])) return null;
-    const most = Math.min(end, i + WINDOW);
-    let loose = false; // code that begins inside may yet cover the end
-    for (let j = i + n + 1; j + n <= most; j++) {
-      if (s[j] === "\\") { j++; continue; }
-      if (s[j] === "`") {
-        const code = this.code(j, most);
-        loose ||= end < i + WINDOW && (!code || code.next >= end);
-        j = code ? code.next - 1 : j + this.run(j, most) - 1;
-        continue;
-      }
-      if (s[j] !== c) continue;
-      const m = this.run(j, end);
-      const ends = (n === 1 ? m !== 2 : m >= n) && !/\s/.test(s[j - 1]);
-      if (ends && !(c === "_" && j + m < end && WORD.test(s[j + m]))) {
-        const at = j + m - n;
-        const draw = (parent) => {
-          let node = el(c === "~" ? "del" : n === 1 ? "em" : "strong");
-          const outer = node;
-          if (n === 3) { node = el("em"); outer.append(node); }
-          this.parse(node, i + n, at, depth + 1);
-          parent.append(outer);
-        };
-        return { next: at + n, draw, loose };
-      }
-      j += m - 1;
+  update(final) {
+    for (let block; (block = this.current(final)); ) {
+      block.scan(final);
+      const open = !final && !block.isClosed();
+      block.draw(open);
+      if (open) return;
+      this.first = block.next;
+      this.block = null;
     }
-    return null;
-  }
-
-  link(i, end, depth, image) {
-    const s = this.s, open = i + (image ? 2 : 1);
-    const most = Math.min(end, i + WINDOW);
-    if (this.turn(i) >= most) return null;
-    let level = 1, j = open;
-    for (; j < most && level; j++) {
-      if (s[j] === "\\") j++;
-      else if (s[j] === "[") level++;
-      else if (s[j] === "]") level--;
-    }
-    if (level || s[j] !== "(") return null;
-    const rest = /^\(\s*<?([^\s<>()]*(?:\([^\s<>()]*\)[^\s<>()]*)*)>?(?:\s+"[^"]*")?\s*\)/.exec(
-      s.slice(j, Math.min(end, j + WINDOW)),
-    );
-    if (!rest) return null;
-    const href = safeLink(rest[1]);
-    const draw = (parent) => {
-      // A picture is never fetched: its address alone would tell others of the reader.
-      const node = href && !image ? anchor(href) : el(image ? "span.picture" : "span");
-      if (image) node.title = rest[1];
-      this.parse(node, open, j - 1, depth + 1);
-      parent.append(node);
-    };
-    return { next: j + rest[0].length, draw };
-  }
-
-  // Where the middle of the next link is; looked for once for all brackets before it.
-  turn(i) {
-    if (!(this.links[0] <= i && i <= this.links[1])) {
-      const at = this.s.indexOf("](", i);
-      this.links = [i, at < 0 ? Infinity : at];
-    }
-    return this.links[1];
-  }
-
-  address(mark, i, end) {
-    if (mark === "<" && !/[hm]/.test(this.s[i + 1] ?? "")) return null;
-    const s = this.s.slice(i, Math.min(end, i + WINDOW));
-    let from = 0, found;
-    if (mark === "<") {
-      found = /^<((?:https?:\/\/|mailto:)[^\s<>]+)>/.exec(s);
-      from = 1;
-    } else {
-      if (i > 0 && WORD.test(this.s[i - 1])) return null;
-      found = /^(https?:\/\/[^\s<>"'`)\]]*[^\s<>"'`)\].,;:!?])/.exec(s);
-    }
-    const href = found && safeLink(found[1]);
-    if (!href) return null;
-    const draw = (parent) => {
-      const node = anchor(href);
-      this.text(node, i + from, i + from + found[1].length);
-      parent.append(node);
-    };
-    return { next: i + found[0].length, draw, bare: mark !== "<" };
-  }
-
-  // The last place up to `most` where the text can be parted without changing what either part
-  // means, or 0: in no construct, and behind a space or before what begins none.
-  seam(most) {
-    let k = this.spans.length - 1;
-    const half = /h(?:t(?:t(?:ps?(?::\/?)?)?)?)?$/.exec(this.s.slice(-8)); // of an address
-    const whole = this.s.length - (half ? half[0].length : 0);
-    for (let i = Math.min(most, whole); i > 0; i--) {
-      while (k >= 0 && this.spans[k][0] >= i) k--;
-      if (k >= 0 && this.spans[k][1] > i) {
-        i = this.spans[k][0] + 1;
-        continue;
-      }
-      if (/\s/.test(this.s[i - 1]) || !MAY_BEGIN.test(this.s[i] ?? "*")) return i;
-    }
-    return 0;
   }
 }
 
 // Draws a track's text into `root`; call update() whenever it has grown.
 export class MarkdownView {
   constructor(root, track, say) {
-    this.root = root;
     this.track = track;
-    this.say = say;
-    this.at = 0; // everything before this is drawn for good
-    this.tail = null; // the node of the last block, to be drawn anew
-    this.code = null; // a code block that is appended to
-    this.paragraph = null; // {node, at, kept}: a long paragraph that is appended to
+    this.list = new BlockList(track, say, root, 0);
+    this.upto = 0; // of the source: what has been taken in
+    this.from = 0; // where the line begins that is not whole yet
   }
 
+  // Draws what has come, or a part of it; true where some is left for the next frame.
   update(final) {
-    const limit = this.track.limit(final);
-    for (;;) {
-      if (this.code) {
-        const next = this.code.grow(limit, final);
-        if (next < 0) return;
-        this.at = next;
-        this.code = null;
-      }
-      const lines = linesOf(this.track.text, this.at, limit);
-      let i = 0;
-      while (i < lines.length && !this.track.text.slice(...lines[i]).trim()) i++;
-      if (i >= lines.length) {
-        this.drop();
-        return;
-      }
-      const block = blockAt(this.track.text, lines, i);
-      if (block.kind === "code") {
-        this.drop();
-        const start = block.first < lines.length ? lines[block.first][0] : limit + 1;
-        // The fence's own line may not be complete yet.
-        if (block.first >= lines.length && this.track.text[limit - 1] !== "\n" && !final) return;
-        this.code = new CodeBlock(this.track, block.lang, Math.min(start, this.track.text.length), block.fence, this.say);
-        this.root.append(this.code.node);
-        continue;
-      }
-      const open = !final && !isClosed(this.track.text, lines, block, this.track.text[limit - 1] === "\n");
-      if (block.kind === "paragraph") this.growParagraph(lines.slice(block.first, block.last), open, limit);
-      else this.redraw(lines, block, open);
-      if (open) return;
-      this.at = block.next < lines.length ? lines[block.next][0] : limit;
+    const { list, track } = this;
+    const limit = Math.max(this.upto, track.limit(final));
+    this.upto = final ? limit : Math.min(limit, this.upto + AT_ONCE);
+    if (this.upto < limit && /[\ud800-\udbff]/.test(track.text[this.upto - 1])) this.upto--;
+    list.lines.length = list.whole;
+    while (this.from < this.upto) {
+      const end = track.text.indexOf("\n", this.from);
+      const whole = end >= 0 && end < this.upto;
+      list.lines.push([this.from, whole ? end : this.upto]);
+      if (!whole) break;
+      list.whole++;
+      this.from = end + 1;
     }
-  }
-
-  drop() {
-    const list = this.tail?.parentNode;
-    this.tail?.remove();
-    // What looked like an item may have been the only one of its list.
-    if (list && list !== this.root && !list.childNodes.length) list.remove();
-    this.tail = null;
-    this.paragraph = null;
-  }
-
-  // Draws one block in place of the last one.
-  redraw(lines, block, open) {
-    this.drop();
-    const node = this.block(this.root, lines, block, 0);
-    if (open) this.tail = node;
-  }
-
-  growParagraph(segments, open, limit) {
-    if (!this.paragraph) {
-      this.drop();
-      const node = el("p");
-      this.root.append(node);
-      this.paragraph = { node, at: segments[0][0], kept: 0 };
-      this.tail = node;
-    }
-    const own = this.paragraph;
-    while (own.node.childNodes.length > own.kept) own.node.lastChild.remove();
-    const rest = segments.filter(([, b]) => b >= own.at).map(([a, b]) => [Math.max(a, own.at), b]);
-    const inline = new Inline(this.track, rest);
-    if (!open) {
-      inline.parse(own.node);
-      this.paragraph = this.tail = null;
-      return;
-    }
-    const cut = this.settled(inline, rest, limit);
-    if (cut > 0) {
-      inline.parse(own.node, 0, cut);
-      own.kept = own.node.childNodes.length;
-      own.at = this.sourceAt(inline, cut);
-    }
-    inline.parse(own.node, Math.max(0, cut));
-  }
-
-  // Up to where a growing paragraph can change no more, or 0.
-  settled(inline, segments, limit) {
-    if (inline.s.length < APPEND_FROM) return 0;
-    inline.parse(null);
-    let sure = inline.s.length;
-    for (let k = segments.length - 1; k >= 0; k--) {
-      const [a, b] = segments[k];
-      // A short last line may turn out to begin another block, one with a bar a table.
-      const short = b === limit && b - a < TELLING;
-      if (!short && !this.track.text.slice(a, b).includes("|")) break;
-      sure = inline.starts[k];
-    }
-    return inline.seam(Math.min(sure, inline.failed));
-  }
-
-  sourceAt(inline, index) {
-    let k = inline.starts.length - 1;
-    while (inline.starts[k] > index) k--;
-    return inline.segments[k][0] + index - inline.starts[k];
-  }
-
-  blocks(parent, lines, depth) {
-    for (let i = 0; i < lines.length; ) {
-      if (!this.track.text.slice(...lines[i]).trim()) { i++; continue; }
-      const block = depth < MAX_DEPTH
-        ? blockAt(this.track.text, lines, i)
-        : { kind: "paragraph", first: i, last: lines.length, next: lines.length };
-      this.block(parent, lines, block, depth);
-      i = block.next;
-    }
-  }
-
-  block(parent, lines, block, depth) {
-    const { text } = this.track;
-    const own = lines.slice(block.first, block.last);
-    if (block.kind === "item") return this.item(parent, own, depth);
-    let node;
-    if (block.kind === "code") {
-      const code = new CodeBlock(this.track, block.lang, own.length ? own[0][0] : 0, block.fence, this.say);
-      code.whole(own);
-      node = code.node;
-    } else if (block.kind === "heading") {
-      const level = HEADING.exec(text.slice(...own[0]))[1].length;
-      node = el("h" + Math.min(6, level + 2)); // the page has levels of its own above
-      let [a, b] = strip(text, own[0], HEADING);
-      const closing = /[ \t]+#+[ \t]*$/.exec(text.slice(a, b));
-      if (closing) b = a + closing.index;
-      new Inline(this.track, [[a, b]]).parse(node);
-    } else if (block.kind === "rule") node = el("hr");
-    else if (block.kind === "quote") {
-      node = el("blockquote");
-      this.blocks(node, own.map((line) => strip(text, line, QUOTE)), depth + 1);
-    } else if (block.kind === "table") node = this.table(own);
-    else {
-      node = el("p");
-      new Inline(this.track, own).parse(node);
-    }
-    parent.append(node);
-    return node;
-  }
-
-  item(parent, own, depth) {
-    const { text } = this.track;
-    const [whole, , mark] = ITEM.exec(text.slice(...own[0]));
-    const tag = /\d/.test(mark) ? "OL" : "UL";
-    let list = parent.lastElementChild;
-    if (list?.tagName !== tag) {
-      list = el(tag.toLowerCase());
-      if (tag === "OL" && parseInt(mark, 10) !== 1) list.setAttribute("start", parseInt(mark, 10));
-      parent.append(list);
-    }
-    const node = el("li");
-    const indent = new RegExp(`^ {0,${Math.max(2, whole.length)}}`);
-    const lines = own.map(([a, b], i) => (i ? strip(text, [a, b], indent) : [a + whole.length, b]));
-    list.append(node);
-    this.blocks(node, lines, depth + 1);
-    return node;
-  }
-
-  table(own) {
-    const { text } = this.track;
-    const cells = ([a, b]) => {
-      const found = [];
-      let from = a;
-      for (let i = a; i <= b; i++) {
-        if (text[i] === "\\" && i < b) { i++; continue; }
-        if (i < b && text[i] !== "|") continue;
-        found.push([from, i]);
-        from = i + 1;
-      }
-      if (found.length && !text.slice(...found[0]).trim()) found.shift();
-      if (found.length && !text.slice(...found[found.length - 1]).trim()) found.pop();
-      return found.map(([x, y]) => {
-        while (x < y && /\s/.test(text[x])) x++;
-        while (y > x && /\s/.test(text[y - 1])) y--;
-        return [x, y];
-      });
-    };
-    const align = cells(own[1]).map(([a, b]) => {
-      const mark = text.slice(a, b);
-      return mark.endsWith(":") ? (mark.startsWith(":") ? "center" : "right") : "";
-    });
-    const row = (line, tag) => {
-      const node = el("tr");
-      cells(line).slice(0, Math.max(1, align.length)).forEach((cell, i) => {
-        const box = el(align[i] ? `${tag}.${align[i]}` : tag);
-        new Inline(this.track, [cell]).parse(box);
-        node.append(box);
-      });
-      return node;
-    };
-    const body = el("tbody", {}, ...own.slice(2).map((line) => row(line, "td")));
-    const table = el("table", {}, el("thead", {}, row(own[0], "th")), body);
-    return el("div.table", { tabindex: 0, role: "region", "aria-label": "Table" }, table);
+    list.update(final);
+    return this.upto < limit;
   }
 }
