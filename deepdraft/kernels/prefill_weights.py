@@ -1,0 +1,168 @@
+"""Tiles of stored weights as bf16 matrices, for the products of many rows.
+
+Owns: where a row and a column of a matrix lie in both stored orders (`layout.Tiled`,
+`native.fragments.Streamed`), so that prompts and decode steps read the same bytes. Values are
+exact: E4M3 and E2M1 codes times a power of two are bf16 numbers.
+Knows nothing of: rows of a batch, products.
+
+Letters: N output rows, G groups of 32 columns, P groups of a step, B rows of a stored tile.
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepdraft.kernels.attention import scaled_bf16, spread, unpack_pairs
+from deepdraft.kernels.layout import Tiled
+from deepdraft.kernels.native.fragments import Streamed
+from deepdraft.kernels.rounding import from_e4m3, from_e8m0, to_bf16_rne
+from deepdraft.kernels.runtime import INTERPRET
+
+FP8, BF16 = tl.constexpr(0), tl.constexpr(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How a kernel finds the weights of a matrix; `tile` 0: fragment order."""
+
+    values: Tensor
+    scales: Tensor
+    tile: int
+    bf16: bool
+    rows: int
+    """Rows that are stored, padding included."""
+
+
+def stored(w: Tiled | Streamed) -> Stored:
+    """The pointers and the order of a matrix."""
+    if isinstance(w, Streamed):
+        return Stored(w.values, w.scales, 0, False, w.rows)
+    scales = w.values if w.scales is None else w.scales
+    rows = w.rows if w.kind != "bf16" else w.values.shape[0] * w.plan.tile
+    return Stored(w.values, scales, w.plan.tile, w.kind == "bf16", rows)
+
+
+@triton.jit
+def standard_codes(byte):
+    """Bytes of two E2M1 codes in fragment order -> the first code low, the second high."""
+    if INTERPRET:
+        sign = ((byte >> 4) & 0x08) | ((byte << 7) & 0x80)
+        return sign | ((byte >> 1) & 0x07) | (byte & 0x70)
+    else:
+        return tl.inline_asm_elementwise(
+            """
+            { .reg .b32 a, b;
+              shr.u32 a, $1, 4;  and.b32 a, a, 0x08080808;
+              shr.u32 b, $1, 1;  lop3.b32 a, b, 0x07070707, a, 0xEA;
+              shl.b32 b, $1, 7;  lop3.b32 a, b, 0x80808080, a, 0xEA;
+              lop3.b32 $0, $1, 0x70707070, a, 0xEA; }
+            """,
+            "=r,r",
+            [byte],
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
+def dense_tile(
+    w_ptr, ws_ptr, n, n_group, first, G, N,
+    KIND: tl.constexpr, TILE: tl.constexpr, BN: tl.constexpr, P: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Rows n [BN] (whole groups of 32: n_group [BN / 32]), groups first.. of a dense matrix: bf16
+    [BN, 32 P]. MASKED: groups from G on are zeros. Rows from N on are zeros."""
+    k = first * 32 + tl.arange(0, P * 32)
+    if TILE == 0:
+        row = n % 32
+        row_at = (n // 32).to(tl.int64) * G * 1024 + ((row >> 1) & 1) * 512
+        row_at += (row >> 2) * 64 + (row & 1) * 8
+        col_at = (k // 32) * 1024 + ((k % 32) // 8) * 16 + k % 8
+    else:
+        row_at = (n // TILE).to(tl.int64) * G * (TILE * 32) + (n % TILE) * 32
+        col_at = (k // 32) * (TILE * 32) + k % 32
+    here = (n < N)[:, None]
+    if MASKED:
+        here = here & (k < G * 32)[None, :]
+    at = row_at[:, None] + col_at[None, :]
+    if KIND == BF16:
+        return tl.load(w_ptr + at, mask=here, other=0.0)
+    else:
+        codes = tl.load(w_ptr + at, mask=here, other=0)
+        group = first + tl.arange(0, P)
+        if TILE == 0:
+            scale_at = n_group[:, None] * G + group[None, :]
+        else:
+            H: tl.constexpr = TILE // 32
+            scale_at = (n_group // H * G)[:, None] * H + group[None, :] * H + n_group[:, None] % H
+        known = (n_group * 32 < N)[:, None] & (group < G)[None, :]
+        scale = from_e8m0(tl.load(ws_ptr + scale_at, mask=known, other=0))
+        wide = tl.broadcast_to(scale[:, None, :, None], (BN // 32, 32, P, 32))
+        return to_bf16_rne(from_e4m3(codes) * tl.reshape(wide, (BN, P * 32)))
+
+
+@triton.jit
+def pair_rows(i, HALF: tl.constexpr, TILE: tl.constexpr):
+    """Row of the matrix of which a byte's row i holds part HALF (0, 1), where the two parts of a
+    byte are rows of one map."""
+    if TILE == 0:
+        return i // 16 * 32 + (i % 16 // 2) * 4 + HALF * 2 + i % 2
+    else:
+        return i // TILE * (2 * TILE) + i % TILE + HALF * TILE
+
+
+@triton.jit
+def pair_scales(ws_ptr, base, i, first, G, HALF: tl.constexpr, TILE: tl.constexpr,
+                P: tl.constexpr):  # fmt: skip
+    """Scales of part HALF of byte rows i: fp32 [BN, P]; base: groups of what lies before them."""
+    group = first + tl.arange(0, P)
+    if TILE == 0:
+        at = (base + i // 16 * G)[:, None] + group[None, :]
+        at = at * 32 + (i % 16 // 2 * 4 + HALF * 2 + i % 2)[:, None]
+    else:
+        at = (base + i // TILE * G)[:, None] + group[None, :]
+        at = (at * 2 + HALF) * TILE + (i % TILE)[:, None]
+    return from_e8m0(tl.load(ws_ptr + at, mask=(group < G)[None, :], other=0))
+
+
+@triton.jit
+def pair_tile(
+    w_ptr, ws_ptr, base, i0, first, G,
+    TILE: tl.constexpr, BN: tl.constexpr, P: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Byte rows i0.. (BN of them), groups first.. of one expert's MXFP4 matrix: both parts, bf16
+    [BN, 32 P]. Gate and up maps: part 0 is the gate's channel i, part 1 the up map's; else
+    `pair_rows`. base: groups of the experts before, counted by stored tile, int64."""
+    i = i0 + tl.arange(0, BN)
+    if TILE == 0:
+        # Thread by thread as `fragments` says: [units, groups, 32 threads, 16 bytes].
+        line = tl.arange(0, BN // 16 * P * 32)
+        unit, group, thread = line // (P * 32), line // 32 % P, line % 32
+        at = ((base + (i0 // 16 + unit) * G + first + group) * 512 + thread * 16)[:, None]
+        at = at + tl.arange(0, 16)[None, :]
+        if MASKED:
+            byte = tl.load(w_ptr + at, mask=(first + group < G)[:, None], other=0)
+        else:
+            byte = tl.load(w_ptr + at)
+        one, two = unpack_pairs(standard_codes(byte))
+        both = tl.reshape(tl.join(one, two), (BN // 16, P, 8, 4, 2, 2, 2, 2, 2))
+        # unit, group, row, thread of it, tile, step, low, 1 - half, pair
+        odd, even = tl.split(tl.permute(both, (0, 1, 2, 3, 4, 5, 6, 8, 7)))
+        both = tl.join(even, odd)
+        both = tl.permute(both, (0, 2, 8, 1, 3, 5, 7, 6, 4))
+        low, high = tl.split(tl.reshape(both, (BN, P * 32, 2)))
+    else:
+        k = first * 32 + tl.arange(0, P * 32)
+        row_at = (base + i // TILE * G) * (TILE * 32) + i % TILE * 32
+        at = row_at[:, None] + (k // 32 * (TILE * 32) + k % 32)[None, :]
+        if MASKED:
+            byte = tl.load(w_ptr + at, mask=(k < G * 32)[None, :], other=0)
+        else:
+            byte = tl.load(w_ptr + at)
+        low, high = unpack_pairs(byte)
+    low = scaled_bf16(low, spread(pair_scales(ws_ptr, base, i, first, G, 0, TILE, P), 32))
+    high = scaled_bf16(high, spread(pair_scales(ws_ptr, base, i, first, G, 1, TILE, P), 32))
+    return low, high
