@@ -8,7 +8,9 @@ import { el } from "./dom.js";
 
 const MAX_DEPTH = 8;
 const WINDOW = 2000; // a construct lies within so many characters, all of them known or it may still come
-const APPEND_FROM = 400; // longer texts are appended to
+export const APPEND_FROM = 400; // longer texts are appended to
+
+const MARKS = "`*_~"; // which count by how many stand in a row
 
 const SPECIAL = /[\\`*_~[<]|!\[|https?:\/\//g;
 const PUNCTUATION = /[!-/:-@[-`{-~]/;
@@ -60,7 +62,7 @@ export class Inline {
       if (span) {
         spans.push({ ...span, begin: i });
         i = span.next;
-      } else i += "`*_~".includes(found[0]) ? this.run(i, end) : found[0].length;
+      } else i += MARKS.includes(found[0]) ? this.run(i, end) : found[0].length;
     }
     return spans;
   }
@@ -122,6 +124,7 @@ export class Inline {
 
   // The construct at i: {next, draw(parent)}, null where there is none yet, false where none can be.
   span(mark, i, end, depth) {
+    if (i === 0 && this.before === mark && MARKS.includes(mark)) return false; // see seam
     if (mark === "\\") return this.escape(i, end);
     if (mark === "`") return this.code(i, end);
     if (mark === "*" || mark === "_" || mark === "~") return this.emphasis(i, end, depth);
@@ -251,7 +254,8 @@ export class Inline {
   }
 
   // The last place up to `most` where the text can be parted without changing what either part
-  // means, or 0: in no construct, in no row of marks, before no half of an address.
+  // means, or 0: in no construct, before no half of an address, and in no row of marks but one that
+  // is too long to mean anything.
   seam(most) {
     let k = this.spans.length - 1;
     const half = /h(?:t(?:t(?:ps?(?::\/?)?)?)?)?$/.exec(this.s.slice(-8));
@@ -260,6 +264,13 @@ export class Inline {
       while (k >= 0 && this.spans[k].begin >= i) k--;
       if (k >= 0 && this.spans[k].next > i) i = this.spans[k].begin + 1;
       else if (this.parts(i)) return i;
+      else if (MARKS.includes(this.s[i - 1])) {
+        let from = i - 1;
+        while (from > 0 && this.s[from - 1] === this.s[i - 1]) from--;
+        const goesOn = from === 0 && this.before === this.s[0];
+        if (goesOn || i - from >= WINDOW) return i;
+        i = from + 1;
+      }
     }
     return 0;
   }
@@ -268,7 +279,7 @@ export class Inline {
     const a = this.s[i - 1], b = this.s[i];
     if (/\s/.test(a)) return true;
     if (b === undefined) return !/[\\`*_~!\ud800-\udbff]/.test(a);
-    return !(a === b && "`*_~".includes(a)) && !(a === "!" && b === "[") && !/[\udc00-\udfff]/.test(b);
+    return !(a === b && MARKS.includes(a)) && !(a === "!" && b === "[") && !/[\udc00-\udfff]/.test(b);
   }
 }
 

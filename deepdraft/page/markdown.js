@@ -8,14 +8,14 @@
 
 import { el } from "./dom.js";
 import { CodeBlock } from "./code.js";
-import { GrowingText } from "./inline.js";
+import { APPEND_FROM, GrowingText } from "./inline.js";
 
 const MAX_DEPTH = 8;
 const TELLING = 24; // characters of a line that surely say what it begins
 const AT_ONCE = 4000; // characters taken in by one update, so that no frame is long
 
 const FENCE = /^( {0,3})(`{3,}|~{3,})[ \t]*([^\s`]*)[^`]*$/;
-const PAGE = /^\s{0,3}<(?:!doctype\s+html|html[\s>])/i;
+const PAGE = /^\s{0,3}<(?:!doctype\s{1,8}html|html[\s>])/i;
 const PAGE_END = /<\/html>/i;
 const HEADING = /^ {0,3}(#{1,6})[ \t]+/;
 const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
@@ -160,8 +160,9 @@ class Paragraph extends Block {
     const { j } = this.kept;
     let sure = j > this.first ? lines[j - 1][1] : lines[this.first][0];
     if (this.last === j + 1) {
+      // If a long line with a bar becomes the head of a table, it is drawn once more.
       const line = this.list.line(j);
-      if (line.length >= TELLING && !line.includes("|")) sure = lines[j][1];
+      if (line.length >= (line.includes("|") ? APPEND_FROM : TELLING)) sure = lines[j][1];
     }
     this.text.draw(lines, this.first, this.last, sure, open);
   }
@@ -260,10 +261,13 @@ class Item extends Block {
     this.indent = new RegExp(`^ {0,${Math.max(2, this.mark.length)}}`);
   }
 
-  takes(j, last) {
+  takes(j, last, final) {
     const line = this.list.line(j);
     if (!line.trim()) return BLANK;
-    return /^(?: {2}|\t)/.test(line) || (last === j && !opener(line)) ? IN : OUT;
+    if (/^(?: {2}|\t)/.test(line)) return IN;
+    // A line that is not indented goes on with the item's text, but for what begins a block.
+    const sure = final || j < this.list.whole || telling(line, "item");
+    return last === j && sure && !opener(line) ? IN : OUT;
   }
 
   draw(open) {
