@@ -58,10 +58,14 @@ def test_a_kernel_is_compiled_once_and_kept(compiler):
 
 def test_a_changed_source_is_compiled_again(compiler, monkeypatch, tmp_path):
     monkeypatch.setattr(build, "SOURCES", tmp_path)
-    for text in ("one", "two"):
+    for text in ("one", 'two\n#include "b.cuh"\nthree\n'):
         (tmp_path / "a.cu").write_text(text)
+        (tmp_path / "b.cuh").write_text("of b")
         build.cubin("a.cu", {}, "sm_90a")
-    assert len(compiler.compiled) == 2
+    assert build._whole("a.cu") == b"two\nof b\nthree\n"
+    (tmp_path / "b.cuh").write_text("of another b")
+    build.cubin("a.cu", {}, "sm_90a")
+    assert len(compiler.compiled) == 3
 
 
 def test_a_folder_that_cannot_be_written_only_costs_time(compiler, monkeypatch, tmp_path):

@@ -12,9 +12,7 @@
 //
 // Letters: R rows, H heads, W window places, K selected places.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
+#include "machine.cuh"
 
 constexpr int KEYS = 64, THREADS = 256, WARPS = 8;
 constexpr int ROW = C + 8;                  // bf16 values of a row in shared memory: no bank twice
@@ -39,55 +37,7 @@ struct Params {
     float scale;
 };
 
-// ---- machine instructions (tests/kernels/emulated has their counterparts) ------------------
-
-#ifndef EMULATED
-__device__ __forceinline__ u32 shared_address(const void* p) {
-    return (u32)__cvta_generic_to_shared(p);
-}
-__device__ __forceinline__ void dependency_wait() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-__device__ __forceinline__ void launch_dependents() {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-__device__ __forceinline__ void load_matrices(u32 (&d)[4], u32 at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(at) : "memory");
-}
-__device__ __forceinline__ void load_turned_matrices(u32 (&d)[4], u32 at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(at) : "memory");
-}
-__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, bool) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-        "{%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ u32 pack_bf16(float low, float high) {
-    u32 v;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
-    return v;
-}
-__device__ __forceinline__ u32 bf16s_of_e4m3(u16 two) {
-    u32 v, pair;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(two));
-    asm("{ .reg .b16 l, h; .reg .f32 a, b; mov.b32 {l, h}, %1; cvt.f32.f16 a, l; cvt.f32.f16 b, h;\n"
-        "cvt.rn.bf16x2.f32 %0, b, a; }" : "=r"(v) : "r"(pair));
-    return v;
-}
-__device__ __forceinline__ u32 times_bf16(u32 a, u32 b) {
-    u32 v;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
-    return v;
-}
-extern __shared__ __align__(128) u8 raw[];
-#endif
-
 // ---- formats -------------------------------------------------------------------------------
-
-__device__ __forceinline__ float bf16_value(u32 bits) { return __uint_as_float(bits << 16); }
 
 // Eight E2M1 codes -> bf16 pairs of the even ones (e[0], e[1]) and of the odd ones (o[0], o[1]).
 __device__ __forceinline__ void unpack_e2m1(u32 w, u32 (&e)[2], u32 (&o)[2]) {

@@ -10,9 +10,7 @@
 //
 // Letters: R rows, D hidden.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
+#include "machine.cuh"
 
 constexpr int VALUES = 4, GROUP = 32 / VALUES;   // channels of a thread, threads of a group
 constexpr int MOST_WARPS = 32;
@@ -31,52 +29,6 @@ struct Params {
     float eps;
 };
 
-// ---- machine instructions (tests/kernels/emulated has their counterparts) ------------------
-
-#ifndef EMULATED
-__device__ __forceinline__ void dependency_wait() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-__device__ __forceinline__ void launch_dependents() {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_arrive() {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() {
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-__device__ __forceinline__ u32 cluster_rank() {
-    u32 v;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(v));
-    return v;
-}
-// Store into the shared memory of another block of the cluster.
-__device__ __forceinline__ void store_there(float* to, u32 rank, float v) {
-    u32 at = (u32)__cvta_generic_to_shared(to);
-    asm volatile("{ .reg .u32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
-                 "st.shared::cluster.f32 [there], %2; }" ::"r"(at), "r"(rank), "f"(v) : "memory");
-}
-__device__ __forceinline__ u32 pack_bf16(float low, float high) {
-    u32 v;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
-    return v;
-}
-__device__ __forceinline__ u32 e4m3_codes(float a, float b, float c, float d) {
-    u16 low, high;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
-    return (u32)low | ((u32)high << 16);
-}
-__device__ __forceinline__ float divide(float a, float b) {
-    float v;
-    asm("div.full.f32 %0, %1, %2;" : "=f"(v) : "f"(a), "f"(b));
-    return v;
-}
-extern __shared__ __align__(128) u8 raw[];
-#define CLUSTER __cluster_dims__(CL, 1, 1)
-#endif
-
 struct Four { float v[VALUES]; };
 
 __device__ __forceinline__ Four four_of(uint2 bits) {
@@ -87,6 +39,9 @@ __device__ __forceinline__ uint2 bits_of(const Four& f) {
     return make_uint2(pack_bf16(f.v[0], f.v[1]), pack_bf16(f.v[2], f.v[3]));
 }
 
+#ifndef CLUSTER
+#define CLUSTER __cluster_dims__(CL, 1, 1)
+#endif
 extern "C" __global__ void CLUSTER boundary_kernel(const __grid_constant__ Params p) {
     float* warp_sums = (float*)raw;
     float* block_sums = warp_sums + MOST_WARPS;   // [CL], written by the cluster's blocks

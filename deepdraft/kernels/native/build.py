@@ -12,6 +12,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -108,11 +109,20 @@ def cache_folder() -> Path:
     return Path(base) / "deepdraft" / "kernels"
 
 
+def _whole(file: str) -> bytes:
+    """A source with what it includes from this folder put in, so that both make up the key."""
+    return re.sub(
+        rb'(?m)^#include "([\w.]+)"$',
+        lambda found: (SOURCES / found[1].decode()).read_bytes(),
+        (SOURCES / file).read_bytes(),
+    )
+
+
 def cubin(file: str, macros: Mapping[str, int], arch: str) -> bytes:
     """Machine code of a source file of this folder, with these macros, for this architecture
     (as sm_90a). BuildError says what the compiler said."""
     lib = _nvrtc()
-    source = (SOURCES / file).read_bytes()
+    source = _whole(file)
     options = [f"-arch={arch}", "-std=c++17", *(f"-D{k}={v}" for k, v in sorted(macros.items()))]
     key = repr((source, options, _version(lib))).encode()
     kept = cache_folder() / f"{hashlib.sha256(key).hexdigest()[:32]}.cubin"

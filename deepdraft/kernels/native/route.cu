@@ -10,9 +10,7 @@
 //
 // Letters: R rows, D hidden, G = D / 32, L = 8 K places of a row tile's list.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
+#include "machine.cuh"
 
 constexpr int WARPS = 16, THREADS = 32 * WARPS, T = 8, L = T * K;
 constexpr int BATCH = 10;                       // groups of 32 columns that a warp reads at once
@@ -33,30 +31,6 @@ struct Params {
     int groups, tile;
     float temperature, scale;
 };
-
-// ---- machine instructions (tests/kernels/emulated has their counterparts) ------------------
-
-#ifndef EMULATED
-__device__ __forceinline__ void dependency_wait() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-__device__ __forceinline__ void launch_dependents() {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, bool) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-        "{%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-// What the block wrote before can be read by whoever sees the count, and the other way round.
-__device__ __forceinline__ int arrive(int* count) {
-    int before;
-    asm volatile("atom.add.acq_rel.gpu.s32 %0, [%1], 1;" : "=r"(before) : "l"(count) : "memory");
-    return before;
-}
-extern __shared__ __align__(128) u8 raw[];
-#endif
 
 // ---- choice --------------------------------------------------------------------------------
 

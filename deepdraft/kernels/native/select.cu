@@ -10,8 +10,7 @@
 //
 // Letters: R rows.
 
-typedef unsigned int u32;
-typedef unsigned char u8;
+#include "machine.cuh"
 
 constexpr int THREADS = 1024, WARPS = 32, BINS = 2 * THREADS, BATCH = 8;
 
@@ -26,16 +25,6 @@ struct Params {
     int* counts;           // [R]
     int capacity, picks, skip, mul, div, keep, block;
 };
-
-#ifndef EMULATED
-__device__ __forceinline__ void dependency_wait() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-__device__ __forceinline__ void launch_dependents() {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-extern __shared__ __align__(128) u8 raw[];
-#endif
 
 // A score as an integer of the same order; 0 where there is none (-inf, NaN); the two zeros are one.
 __device__ __forceinline__ u32 key_of(float score) {

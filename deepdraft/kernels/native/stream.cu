@@ -25,10 +25,7 @@
 //
 // Letters: R batch rows (a multiple of 8), N output rows, K columns, G = K / 32.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
-typedef unsigned long long u64;
+#include "machine.cuh"
 
 constexpr bool FP4 = KIND >= 3;
 constexpr bool BF16_ROWS = KIND == 2;
@@ -71,107 +68,10 @@ struct Params {
     int early;               // launched programmatically: rings are filled before the rows are there
 };
 
-// ---- machine instructions (tests/kernels/emulated has their counterparts) ------------------
-
-#ifndef EMULATED
-extern __shared__ __align__(128) u8 raw[];
-__device__ __forceinline__ u32 shared_address(const void* p) {
-    return (u32)__cvta_generic_to_shared(p);
-}
-__device__ __forceinline__ void copy16(u32 to, const u8* from) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
-}
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N> __device__ __forceinline__ void wait_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-__device__ __forceinline__ uint4 load_shared16(u32 at) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
-    return v;
-}
-__device__ __forceinline__ u32 load_shared4(u32 at) {
-    u32 v;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
-    return v;
-}
-__device__ __forceinline__ void barrier_init(u32 at, u32 count) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(u32 at) {
-    asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(at) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u32 at, u32 phase) {
-    asm volatile(
-        "{ .reg .pred p;\n"
-        "again: mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n"
-        "@!p bra again; }" ::"r"(at), "r"(phase) : "memory");
-}
-__device__ __forceinline__ void dependency_wait() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-__device__ __forceinline__ void launch_dependents() {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, bool bf16) {
-    if (bf16)
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-            "{%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    else
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-            "{%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ u32 halves_of_e4m3(u16 two) {
-    u32 v;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(v) : "h"(two));
-    return v;
-}
-__device__ __forceinline__ u32 scaled_halves(u32 pair, float by) {
-    u32 v;
-    asm("{ .reg .b32 f; cvt.rn.f16x2.f32 f, %2, %2; mul.rn.f16x2 %0, %1, f; }" : "=r"(v) : "r"(pair), "f"(by));
-    return v;
-}
-__device__ __forceinline__ u32 pack_bf16(float low, float high) {
-    u32 v;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
-    return v;
-}
-__device__ __forceinline__ u32 bf16s_of_e4m3(u16 two) {
-    u32 v, pair = halves_of_e4m3(two);
-    asm("{ .reg .b16 l, h; .reg .f32 a, b; mov.b32 {l, h}, %1; cvt.f32.f16 a, l; cvt.f32.f16 b, h;\n"
-        "cvt.rn.bf16x2.f32 %0, b, a; }" : "=r"(v) : "r"(pair));
-    return v;
-}
-__device__ __forceinline__ u32 e4m3_codes(float a, float b, float c, float d) {
-    u16 low, high;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
-    return (u32)low | ((u32)high << 16);
-}
-#ifdef BULK
-__device__ __forceinline__ void barrier_expect(u32 at, u32 bytes) {
-    asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }" ::"r"(at), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void copy_bulk(u32 to, const u8* from, u32 bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void barriers_made() {
-    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
-}
-#endif
-#endif
-
 // ---- formats -------------------------------------------------------------------------------
 
 __device__ __forceinline__ u16 low16(u32 v) { return (u16)(v & 0xFFFF); }
 __device__ __forceinline__ u16 high16(u32 v) { return (u16)(v >> 16); }
-__device__ __forceinline__ float bf16_value(u32 bits) { return __uint_as_float(bits << 16); }
 __device__ __forceinline__ float round_bf16(float v) { return bf16_value(pack_bf16(v, 0.f) & 0xFFFF); }
 // Eight E2M1 codes -> halves of 2**-14 times them: the four A registers of one mma. A byte holds
 // one code in bits 7 3 2 1 (sign first) and another one in bits 0 6 5 4.
