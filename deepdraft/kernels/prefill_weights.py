@@ -75,23 +75,28 @@ def dense_tile(
 ):  # fmt: skip
     """Rows n [BN] (whole groups of 32: n_group [BN / 32]), groups first.. of a dense matrix: bf16
     [BN, 32 P]. MASKED: groups from G on are zeros. Rows from N on are zeros."""
-    k = first * 32 + tl.arange(0, P * 32)
     if TILE == 0:
-        row = n % 32
-        row_at = (n // 32).to(tl.int64) * G * 1024 + ((row >> 1) & 1) * 512
-        row_at += (row >> 2) * 64 + (row & 1) * 8
-        col_at = (k // 32) * 1024 + ((k % 32) // 8) * 16 + k % 8
+        # Thread by thread as `fragments` says: [units, groups, 2 tiles, 32 threads, 16 bytes].
+        line = tl.arange(0, BN * P * 2)
+        unit, group = tl.min(n_group, axis=0) + line // (P * 64), first + line // 64 % P
+        at = ((unit.to(tl.int64) * G + group) * 64 + line % 64)[:, None] * 16
+        here = unit * 32 < N
+        if MASKED:
+            here = here & (group < G)
+        codes = tl.load(w_ptr + at + tl.arange(0, 16)[None, :], mask=here[:, None], other=0)
+        codes = tl.reshape(codes, (BN // 32, P, 2, 8, 4, 2, 8))
+        codes = tl.reshape(tl.permute(codes, (0, 3, 2, 5, 1, 4, 6)), (BN, P * 32))
     else:
+        k = first * 32 + tl.arange(0, P * 32)
         row_at = (n // TILE).to(tl.int64) * G * (TILE * 32) + (n % TILE) * 32
-        col_at = (k // 32) * (TILE * 32) + k % 32
-    here = (n < N)[:, None]
-    if MASKED:
-        here = here & (k < G * 32)[None, :]
-    at = row_at[:, None] + col_at[None, :]
-    if KIND == BF16:
-        return tl.load(w_ptr + at, mask=here, other=0.0)
-    else:
+        at = row_at[:, None] + (k // 32 * (TILE * 32) + k % 32)[None, :]
+        here = (n < N)[:, None]
+        if MASKED:
+            here = here & (k < G * 32)[None, :]
         codes = tl.load(w_ptr + at, mask=here, other=0)
+    if KIND == BF16:
+        return codes
+    else:
         group = first + tl.arange(0, P)
         if TILE == 0:
             scale_at = n_group[:, None] * G + group[None, :]

@@ -1,0 +1,217 @@
+"""Routed MXFP4 experts of many rows: picks sorted by expert, then one product a tile of them.
+
+Contracts and references: `deepdraft.ops.moe` (routed_up, routed_down). A program multiplies one
+tile of an expert's weights, unpacked to bf16 on the way, with up to `tall` picks of that expert.
+Which picks share a tile changes no row's bits: a pick is one column of the product.
+
+Letters: R rows, K picks of a row, E experts, D hidden, F expert width, T row tiles.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepdraft.kernels.gemv import dot_bf16
+from deepdraft.kernels.layout import GROUP, Tiled
+from deepdraft.kernels.moe import swiglu
+from deepdraft.kernels.native.fragments import Streamed
+from deepdraft.kernels.prefill_gemm import quantized_values
+from deepdraft.kernels.prefill_weights import pair_rows, pair_tile, stored
+from deepdraft.kernels.rounding import round_bf16, to_bf16_rne
+from deepdraft.kernels.runtime import check, launch
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPlan:
+    """A program's tile: `wide` byte rows (two rows of weights each), `tall` picks, `groups` of 32
+    columns a step (a power of two). Never a function of the row count."""
+
+    wide: int = 64
+    tall: int = 128
+    groups: int = 2
+    warps: int = 8
+    stages: int = 3
+
+
+PLAN = ExpertPlan()
+
+
+@dataclass(frozen=True, slots=True)
+class SortedPicks:
+    """Picks by expert. `order` int32 [R * K]: row * K + pick, ascending within an expert, picks of
+    -1 last; `tiles` int32 [3, T]: expert (-1: none), first place, place behind the last."""
+
+    order: Tensor
+    tiles: Tensor
+    tall: int
+
+
+def sort_picks(picks: Tensor, experts: int, *, plan: ExpertPlan = PLAN) -> SortedPicks:
+    """picks int32 [R, K], -1 where a row does not count -> the work of the two products. Nothing
+    here waits for the device; T is the most tiles that so many picks can need."""
+    flat = picks.flatten()
+    ranked = torch.where(flat < 0, experts, flat)
+    by_expert, order = torch.sort(ranked, stable=True)
+    number = torch.arange(experts + 1, device=picks.device, dtype=by_expert.dtype)
+    first = torch.searchsorted(by_expert, number)
+    tiles = (first[1:] - first[:-1] + plan.tall - 1) // plan.tall
+    ends = tiles.cumsum(0)
+    count = flat.shape[0] // plan.tall + min(experts, flat.shape[0])
+    tile = torch.arange(count, device=picks.device)
+    expert = torch.searchsorted(ends, tile, right=True)
+    own = expert.clamp(max=experts - 1)
+    start = first[own] + (tile - (ends[own] - tiles[own])) * plan.tall
+    expert = torch.where(expert < experts, expert, -1)
+    table = torch.stack((expert, start, first[own + 1])).int()
+    return SortedPicks(order.int(), table, plan.tall)
+
+
+# ---- kernels -------------------------------------------------------------------------------
+
+
+@triton.jit
+def sorted_up_kernel(
+    w_ptr, ws_ptr, x_ptr, order_ptr, weight_ptr, tile_ptr, h_ptr, D, F, K, TILES, EXPERT_TILES,
+    LIMIT, TILE: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, P: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    number = tl.program_id(1)
+    expert = tl.load(tile_ptr + number)
+    if expert < 0:
+        return
+    m = tl.load(tile_ptr + TILES + number) + tl.arange(0, BM)
+    mine = m < tl.load(tile_ptr + 2 * TILES + number)
+    pick = tl.load(order_ptr + m, mask=mine, other=0)
+    x_at = (pick // K).to(tl.int64) * D
+    G = D // 32
+    base = expert.to(tl.int64) * EXPERT_TILES * G
+    i0 = tl.program_id(0) * BN
+    gate, up = tl.zeros((BN, BM), tl.float32), tl.zeros((BN, BM), tl.float32)
+    for step in range((G + P - 1) // P):
+        first = step * P
+        w_gate, w_up = pair_tile(w_ptr, ws_ptr, base, i0, first, G, TILE, BN, P, MASKED)
+        k = first * 32 + tl.arange(0, P * 32)
+        here = mine[None, :]
+        if MASKED:
+            here = here & (k < D)[:, None]
+        x = tl.load(x_ptr + x_at[None, :] + k[:, None], mask=here, other=0.0)
+        gate = dot_bf16(w_gate, x, gate)
+        up = dot_bf16(w_up, x, up)
+    weight = tl.load(weight_ptr + pick, mask=mine, other=0.0)
+    f = swiglu(round_bf16(gate), round_bf16(up), LIMIT) * weight[None, :]
+    f = quantized_values(tl.reshape(tl.trans(round_bf16(f)), (BM * BN // 32, 32)))
+    at = m.to(tl.int64)[:, None] * F + (i0 + tl.arange(0, BN))[None, :]
+    tl.store(h_ptr + at, to_bf16_rne(tl.reshape(f, (BM, BN))), mask=mine[:, None])
+
+
+@triton.jit
+def sorted_down_kernel(
+    w_ptr, ws_ptr, h_ptr, order_ptr, tile_ptr, y_ptr, D, F, TILES, EXPERT_TILES,
+    TILE: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, P: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    number = tl.program_id(1)
+    expert = tl.load(tile_ptr + number)
+    if expert < 0:
+        return
+    m = tl.load(tile_ptr + TILES + number) + tl.arange(0, BM)
+    mine = m < tl.load(tile_ptr + 2 * TILES + number)
+    h_at = m.to(tl.int64) * F
+    G = F // 32
+    base = expert.to(tl.int64) * EXPERT_TILES * G
+    i0 = tl.program_id(0) * BN
+    one, two = tl.zeros((BN, BM), tl.float32), tl.zeros((BN, BM), tl.float32)
+    for step in range((G + P - 1) // P):
+        first = step * P
+        w_one, w_two = pair_tile(w_ptr, ws_ptr, base, i0, first, G, TILE, BN, P, MASKED)
+        k = first * 32 + tl.arange(0, P * 32)
+        here = mine[None, :]
+        if MASKED:
+            here = here & (k < F)[:, None]
+        h = tl.load(h_ptr + h_at[None, :] + k[:, None], mask=here, other=0.0)
+        one = dot_bf16(w_one, h, one)
+        two = dot_bf16(w_two, h, two)
+    pick = tl.load(order_ptr + m, mask=mine, other=0)
+    y_at = pick.to(tl.int64)[:, None] * D
+    i = i0 + tl.arange(0, BN)
+    at = y_at + pair_rows(i, 0, TILE)[None, :]
+    tl.store(y_ptr + at, to_bf16_rne(tl.trans(one)), mask=mine[:, None])
+    at = y_at + pair_rows(i, 1, TILE)[None, :]
+    tl.store(y_ptr + at, to_bf16_rne(tl.trans(two)), mask=mine[:, None])
+
+
+# ---- launches ------------------------------------------------------------------------------
+
+
+def sorted_up(
+    x: Tensor, picks: SortedPicks, weights: Tensor, w13: Tiled | Streamed, *, limit: float,
+    plan: ExpertPlan = PLAN,
+) -> Tensor:  # fmt: skip
+    """x bfloat16 [R, D] (quantised values) through the up half of its picked experts: bfloat16
+    [R * K, F] in the order of `picks`, quantised values again (contract: ops.moe.routed_up).
+
+    weights float32 [R, K]; w13 [E, 2F, D], gate and up as `moe.routed_up` takes them. Places of
+    picks that are -1 are left as they were.
+    """
+    (rows, hidden), width = x.shape, w13.rows // 2
+    h = torch.empty(picks.order.shape[0], width, dtype=torch.bfloat16, device=x.device)
+    if weights.shape != (rows, picks.order.shape[0] // rows):
+        raise ValueError(f"{weights.shape=} are not those of {picks.order.shape[0]} picks")
+    grid, stored_at, options = _work(x, picks, w13, plan, least=GROUP)
+    launch(
+        sorted_up_kernel, grid, *stored_at, x, picks.order, weights, picks.tiles, h,
+        hidden, width, weights.shape[1], picks.tiles.shape[1], _stored_tiles(w13), limit,
+        **options,
+    )  # fmt: skip
+    return h
+
+
+def sorted_down(
+    h: Tensor, picks: SortedPicks, w2: Tiled | Streamed, *, rows: int, plan: ExpertPlan = PLAN
+) -> Tensor:
+    """h as `sorted_up` gives it through the down half of the same experts, back in the order of the
+    rows: bfloat16 [R, K, D] (contract: ops.moe.routed_down)."""
+    count, width = h.shape
+    if count % rows or count != picks.order.shape[0]:
+        raise ValueError(f"{count} picks are not those of {rows} rows")
+    y = torch.empty(rows, count // rows, w2.rows, dtype=torch.bfloat16, device=h.device)
+    grid, stored_at, options = _work(h, picks, w2, plan, least=16)
+    launch(
+        sorted_down_kernel, grid, *stored_at, h, picks.order, picks.tiles, y,
+        w2.rows, width, picks.tiles.shape[1], _stored_tiles(w2), **options,
+    )  # fmt: skip
+    return y
+
+
+def _stored_tiles(w: Tiled | Streamed) -> int:
+    """Tiles (or units) of one expert that are stored one after another."""
+    return w.values.shape[1]
+
+
+def _work(
+    x: Tensor, picks: SortedPicks, w: Tiled | Streamed, plan: ExpertPlan, *, least: int
+) -> tuple[tuple[int, int], tuple[Tensor, Tensor], dict[str, int]]:
+    """The grid of a product, its weights and its options."""
+    if w.kind != "fp4" or w.cols != x.shape[1] or x.dtype != torch.bfloat16:
+        raise ValueError(
+            f"bf16 rows of {w.cols} values are wanted for these {w.kind} experts, got {x.dtype} "
+            f"of {x.shape[1]}"
+        )
+    if picks.tall != plan.tall:
+        raise ValueError(f"picks sorted for tiles of {picks.tall} rows, not {plan.tall}")
+    found = stored(w)
+    check(x, picks.order, picks.tiles, found.values, found.scales)
+    pairs, wide = w.rows // 2, plan.wide
+    while pairs % wide:
+        wide //= 2
+    if wide < least:
+        raise ValueError(f"{w.rows} rows of an expert are no multiple of {2 * least}")
+    groups = w.cols // GROUP
+    options = {
+        "TILE": found.tile, "BN": wide, "BM": plan.tall, "P": plan.groups,
+        "MASKED": groups % plan.groups != 0, "num_warps": plan.warps, "num_stages": plan.stages,
+    }  # fmt: skip
+    return (pairs // wide, picks.tiles.shape[1]), (found.values, found.scales), options

@@ -1,0 +1,160 @@
+"""Sorted picks; routed experts of many rows against float64, in both stored orders."""
+
+import pytest
+import torch
+
+from deepdraft.kernels import layout
+from deepdraft.kernels.native import fragments
+from deepdraft.kernels.prefill_experts import (
+    PLAN,
+    ExpertPlan,
+    sort_picks,
+    sorted_down,
+    sorted_up,
+)
+from deepdraft.ops import gemm
+from deepdraft.ops import moe as reference
+from deepdraft.quant import formats
+from tests.kernels.cases import close_sum, grid, poisoned
+from tests.kernels.interpreter import DEVICE
+from tests.kernels.test_moe import LIMIT, expert_weights, tiled
+from tests.kernels.test_prefill_gemm import ORDERS, quantised
+
+SMALL = ExpertPlan(wide=32, tall=16, groups=2, warps=4, stages=2)
+# (experts, picks, hidden, width)
+SHAPES = grid([(4, 2, 64, 32), (3, 2, 96, 96)], [(24, 6, 5120, 2304), (24, 6, 5120, 288)])
+
+
+def plan():
+    return SMALL if DEVICE == "cpu" else PLAN
+
+
+def stored(order, parts):
+    """w13 and w2 in one of the stored orders."""
+    if order == "tiled":
+        return tiled(parts)
+    shape = fragments.StreamPlan(1, 1, 8, 2, 1, 2)
+    w1, w3, w2 = parts
+    return fragments.stream_gate_up(w1, w3, shape), fragments.stream_mxfp4(*w2, shape)
+
+
+def routing(rows, experts, k, seed=0):
+    """Uneven picks: the last expert takes part in every row, the first one in few."""
+    generator = torch.Generator().manual_seed(seed)
+    picks = torch.stack(
+        [torch.randperm(experts - 1, generator=generator)[: k - 1] for _ in range(rows)]
+    )
+    picks = torch.cat((torch.full((rows, 1), experts - 1), picks), 1)
+    return picks.int().to(DEVICE), (torch.rand(rows, k, generator=generator) + 0.1).to(DEVICE)
+
+
+def run(x, picks, weights, w13, w2):
+    experts = w13.values.shape[0]
+    found = sort_picks(picks, experts, plan=plan())
+    h = sorted_up(x, found, weights, w13, limit=LIMIT, plan=plan())
+    return h, found, sorted_down(h, found, w2, rows=len(x), plan=plan())
+
+
+def by_pick(h, found):
+    """[R * K, F] from the order of experts back to row * K + pick."""
+    out = torch.empty_like(h)
+    out[found.order.long()] = h
+    return out
+
+
+def test_picks_are_sorted_into_tiles():
+    picks = torch.tensor([[2, 0], [2, 1], [-1, -1], [2, 0], [2, 5]], dtype=torch.int32)
+    small = ExpertPlan(tall=2)
+    found = sort_picks(picks.to(DEVICE), 6, plan=small)
+    order = found.order.tolist()
+    assert order == [1, 7, 3, 0, 2, 6, 8, 9, 4, 5]
+    live = [t for t in zip(*found.tiles.tolist(), strict=True) if t[0] >= 0]
+    assert live == [(0, 0, 2), (1, 2, 3), (2, 3, 7), (2, 5, 7), (5, 7, 8)]
+    flat = picks.flatten()
+    for expert, first, end in live:
+        assert all(flat[order[at]] == expert for at in range(first, min(first + 2, end)))
+
+
+def test_no_pick_makes_no_tile():
+    found = sort_picks(torch.full((3, 2), -1, dtype=torch.int32, device=DEVICE), 4, plan=SMALL)
+    assert bool((found.tiles[0] == -1).all())
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_experts(shape, order):
+    experts, k, hidden, width = shape
+    rows = 21 if DEVICE == "cpu" else 600
+    parts = expert_weights(shape)
+    x = quantised(rows, hidden, seed=1)
+    picks, weights = routing(rows, experts, k)
+    h, found, y = run(x, picks, weights, *stored(order, parts))
+    exact = (formats.dequantize_mxfp4(*p, torch.float64) for p in parts)
+    w1, w3, w2 = (w.to(DEVICE) for w in exact)
+    got = by_pick(h, found).double().view(rows, k, width)
+    for some in torch.arange(rows).split(8):  # the references gather weights
+        at = picks[some].long()
+        f = reference.routed_up(x[some].double(), at, weights[some].double(), w1, w3, limit=LIMIT)
+        groups = f.unflatten(-1, (-1, 32)).abs()
+        error = (got[some] - f).unflatten(-1, (-1, 32)).abs()
+        # The last rounding of a sum may fall either way, and then a bf16 and an E4M3 step.
+        scale = groups.amax(-1, keepdim=True)
+        assert bool((error <= 2.0**-4 * groups + scale * 2.0**-9).all())
+        want = gemm.quantize_rows(f.flatten(0, 1).float().cpu()).dequantize(torch.float64)
+        same = (got[some].flatten(0, 1).cpu() == want).double().mean()
+        assert same >= 0.97, f"{same:.4f} of the values are equal"
+        down = reference.routed_down(got[some], at, w2)
+        size = reference.routed_down(got[some].abs(), at, w2.abs())
+        close_sum(y[some], down, size + 2.0**15 * down.abs(), width)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_bits_do_not_depend_on_other_rows(order):
+    shape = (4, 2, 64, 64)
+    w13, w2 = stored(order, expert_weights(shape))
+    x = quantised(40, 64, seed=2)
+    picks, weights = routing(40, 4, 2)
+
+    def of(rows, at):
+        return run(rows, picks[at].contiguous(), weights[at].contiguous(), w13, w2)[2]
+
+    full = of(x, list(range(40)))
+    for at in ([0], [39, 4, 0, 7, 21]):
+        assert torch.equal(of(x[at].contiguous(), at), full[at])
+    got = of(poisoned(x, 17), list(range(40)))
+    assert torch.equal(got[17], full[17])
+
+
+def test_rows_that_do_not_count_reach_nobody():
+    w13, w2 = stored("tiled", expert_weights((4, 2, 64, 32)))
+    x = quantised(9, 64, seed=3)
+    picks, weights = routing(9, 4, 2)
+    full = run(x, picks, weights, w13, w2)[2]
+    picks[4:6] = -1
+    x[4:6] = float("nan")
+    got = run(x, picks, weights, w13, w2)[2]
+    live = [0, 1, 2, 3, 6, 7, 8]
+    assert torch.equal(got[live], full[live])
+
+
+def test_both_orders_give_the_same_sums():
+    parts = expert_weights((3, 2, 64, 64))
+    x = quantised(20, 64, seed=4)
+    picks, weights = routing(20, 3, 2)
+    one, two = (run(x, picks, weights, *stored(order, parts))[2] for order in ORDERS)
+    if DEVICE == "cpu":  # other tiles may sum in another order on a GPU
+        assert torch.equal(one, two)
+    torch.testing.assert_close(one.float(), two.float(), rtol=2.0**-7, atol=2.0**-7)
+
+
+def test_wrong_operands_are_refused():
+    w13, w2 = stored("tiled", expert_weights((3, 2, 64, 32)))
+    picks, weights = routing(8, 3, 2)
+    found = sort_picks(picks, 3, plan=plan())
+    x = quantised(8, 64, seed=0)
+    with pytest.raises(ValueError, match="are not those of"):
+        sorted_up(x, found, weights[:4].contiguous(), w13, limit=1.0, plan=plan())
+    with pytest.raises(ValueError, match="bf16 rows of 32 values"):
+        sorted_down(quantised(16, 64, seed=1), found, w2, rows=8, plan=plan())
+    with pytest.raises(ValueError, match="sorted for tiles"):
+        sorted_up(x, found, weights, w13, limit=1.0, plan=ExpertPlan(tall=32))
