@@ -1,6 +1,6 @@
 """Plants every fault and pitfall, examines clean checkpoints, writes bench/results/f-faults.json.
 
-    python bench/faults_record.py --reference-python FILE [--out FILE]
+    python bench/faults_record.py --reference-python FILE [--out FILE] [--only-clean]
 
 References are transformers' (run once on each clean checkpoint) and, for `logits only`, what golden
 data would tell of them. Takes some minutes of CPU time.
@@ -83,13 +83,14 @@ def clean_ones(python: str, against: int) -> list[dict[str, Any]]:
             row["doctor_findings"] = len(doctor(path).findings)
             if number < against:
                 start = time.perf_counter()
-                result = parity(path, "hf", python=python)
+                result = parity(path, "hf", python=python, dtype="bfloat16")
                 row |= {
                     "parity_findings": len(result.findings),
                     "dl": result.measures.dl if result.measures else None,
                     "greedy_equal": result.greedy is not None
                     and result.greedy.first_difference is None,
                     "tokens": result.tokens,
+                    "mean_kl": {k: v["mean_kl"] for k, v in result.dtypes.items()},
                     "seconds": round(time.perf_counter() - start, 1),
                 }
         rows.append(row)
@@ -103,6 +104,7 @@ def main() -> None:
     parser.add_argument("--reference-python", required=True)
     parser.add_argument("--out", default="bench/results/f-faults.json")
     parser.add_argument("--clean-against-hf", type=int, default=12)
+    parser.add_argument("--only-clean", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     python = options.reference_python
@@ -114,6 +116,10 @@ def main() -> None:
     def save() -> None:
         Path(options.out).write_text(json.dumps(report, indent=1) + "\n")
 
+    if options.only_clean:
+        report["clean"] = clean_ones(python, options.clean_against_hf)
+        save()
+        return
     with tempfile.TemporaryDirectory() as root:
         cleans = {kind: make_clean(Path(root), kind, reference) for kind in KINDS}
         report["reference"] = cleans["v3"].trace.name

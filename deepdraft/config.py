@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 from deepdraft.errors import ConfigError
 from deepdraft.types import Rule
 
-Numerics = Literal["exact", "qsim", "quant"]
+Numerics = Literal["exact", "bf16", "fp16", "qsim", "quant"]
 Prefill = Literal["full", "encoder"]
 Device = Literal["cpu", "cuda"]
 Load = Literal["checkpoint", "dummy"]

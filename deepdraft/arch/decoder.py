@@ -94,6 +94,8 @@ class DecoderArgs:
     bos_token_id: int
     eos_token_id: int
     pad_token_id: int | None
+    scale_fmt: Literal["float", "ue8m0"] = "float"
+    """Scales of quantised inputs: any float32, or powers of two."""
 
     @property
     def engram_layer_ids(self) -> tuple[int, ...]:

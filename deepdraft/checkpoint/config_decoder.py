@@ -56,6 +56,9 @@ def decoder_fields(top: Section) -> dict[str, Any]:
     fields["bos_token_id"] = top.integer("bos_token_id")
     fields["eos_token_id"] = top.integer("eos_token_id")
     fields["pad_token_id"] = top.integer_or("pad_token_id", None)
+    quant = top.values.get("quantization_config")
+    if isinstance(quant, dict) and quant.get("scale_fmt") == "ue8m0":
+        fields["scale_fmt"] = "ue8m0"
     for name in ("bos_token_id", "eos_token_id"):
         value = fields[name]
         if value >= fields["vocab_size"]:

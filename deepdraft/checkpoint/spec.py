@@ -30,9 +30,10 @@ NOT_IN_LOGITS = frozenset(
         "eos_token_id",
         "pad_token_id",
         "num_nextn_predict_layers",
+        "scale_fmt",
     )
 )
-"""Effective values that bound or end a text, or belong to a drafter."""
+"""Effective values that bound or end a text, belong to a drafter, or to quantised inputs only."""
 
 
 @dataclass(frozen=True, slots=True)

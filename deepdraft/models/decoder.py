@@ -20,8 +20,15 @@ from torch import Tensor
 
 from deepdraft.arch import StateKind
 from deepdraft.errors import CheckpointError, ConfigError, StateError
+from deepdraft.models.arithmetic import (
+    Arithmetic,
+    FamilyWeights,
+    check_numerics,
+    make_arithmetic,
+    scale_powers,
+)
 from deepdraft.models.deepseek_v41 import StepOutput
-from deepdraft.models.layers import Weights, WeightSource, make_numerics
+from deepdraft.models.layers import WeightSource
 from deepdraft.models.sequence import Sequence, SequencePool, StepRows
 from deepdraft.ops.elementwise import rms_norm, silu
 
@@ -57,16 +64,12 @@ class DecoderModel:
     ) -> None:
         """`token_map` is there for the engine, which makes all families alike: no family but V4.1
         has an n-gram memory. `drafter`: build the checkpoint's drafter, if it has one."""
-        if numerics != "exact":
-            raise ConfigError(
-                f"numerics {numerics!r} is the published arithmetic of DeepSeek-V4.1; "
-                f"{args.family} models run in exact"
-            )
+        check_numerics(numerics, args, source)
         self.args = args
         self.device = device
-        self.num = make_numerics("exact", dtype)
+        self.num = make_arithmetic(numerics, dtype, powers=scale_powers(args, source))
         self.dtype, self.eps = dtype, args.rms_norm_eps
-        self.weights = Weights(source, dtype, device)
+        self.weights = FamilyWeights(source, self.num, device)
         embed, norm, head = self.names
         self.embed = self.weights.vector(embed)
         self.norm = self.weights.vector(norm)
@@ -83,6 +86,10 @@ class DecoderModel:
     def layers(self, x: Tensor, rows: StepRows, record: Record | None) -> Tensor:
         """Embedded rows [R, D] through all layers -> [R, D] before the last norm."""
         raise NotImplementedError
+
+    def taps(self, x: Tensor) -> Tensor:
+        """What the drafter is told of rows [R, D] before the last norm: [R, ...]."""
+        return self.num.act(rms_norm(x, self.norm, self.eps))
 
     # ---- step ------------------------------------------------------------------------------
 
@@ -132,14 +139,14 @@ class DecoderModel:
             sequence.written = max(sequence.written, sequence.num_tokens)
         n, taps = rows.num_rows, None
         if self.drafter is not None:
-            taps = rms_norm(x, self.norm, self.eps)[:n]
+            taps = self.taps(x)[:n]
         if logits == "none":
             return StepOutput(None, taps)
         if logits == "last" and len(work) < n:
             ends = [span.end - 1 for span in rows.spans]
             pick = torch.tensor(ends if len(ends) > 1 else ends * 2, device=self.device)
             x, n = x.index_select(0, pick), len(work)
-        scores = torch.mm(rms_norm(x, self.norm, self.eps), self.head)
+        scores = torch.mm(self.num.act(rms_norm(x, self.norm, self.eps)), self.head)
         return StepOutput(scores[:n], taps, x[:n])
 
     def _check(self, work: Work) -> None:
@@ -212,28 +219,30 @@ class DecoderModel:
 class GatedMlp:
     """down(silu(gate x) * up x), without biases."""
 
-    def __init__(self, weights: Weights, prefix: str) -> None:
-        self.gate_up = weights.linear(f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight")
-        self.down = weights.linear(f"{prefix}.down_proj.weight")
+    def __init__(self, weights: FamilyWeights, prefix: str) -> None:
+        self.gate_up = weights.map(f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight")
+        self.down = weights.map(f"{prefix}.down_proj.weight")
+        self.act = weights.num.act
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [R, D] -> [R, D]."""
-        gate, up = torch.mm(x, self.gate_up).chunk(2, -1)
-        return torch.mm(silu(gate).mul_(up), self.down)
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(self.act(silu(gate).mul_(up)))
 
 
 def residual_block(
     x: Tensor,
     norms: tuple[Tensor, Tensor],
     eps: float,
+    num: Arithmetic,
     attention: Callable[[Tensor], Tensor],
     mlp: Callable[[Tensor], Tensor],
     note: dict[str, Tensor] | None,
 ) -> Tensor:
     """A pre-norm block: x + attention(norm x), then plus mlp(norm of that). x [R, D]."""
-    a = attention(rms_norm(x, norms[0], eps))
-    mid = x + a
-    m = mlp(rms_norm(mid, norms[1], eps))
+    a = attention(num.act(rms_norm(x, norms[0], eps)))
+    mid = num.act(x + a)
+    m = mlp(num.act(rms_norm(mid, norms[1], eps)))
     if note is not None:
         note.update(stream_in=x, attn_out=a, ffn_out=m)
-    return mid + m
+    return num.act(mid + m)

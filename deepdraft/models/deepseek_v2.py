@@ -11,9 +11,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from deepdraft.arch import DeepseekV2Args, DeepseekV3Args
+from deepdraft.models.arithmetic import FamilyWeights
 from deepdraft.models.decoder import DecoderModel, GatedMlp, Record, residual_block
 from deepdraft.models.experts import RoutedMlp
-from deepdraft.models.layers import Weights
 from deepdraft.models.mla import LatentAttention, Turn, rope_table
 from deepdraft.models.sequence import StepRows
 
@@ -21,9 +21,11 @@ from deepdraft.models.sequence import StepRows
 class Block:
     """One layer: attention, then a dense MLP or experts, each on a normed residual."""
 
-    def __init__(self, args: DeepseekV2Args | DeepseekV3Args, weights: Weights, layer: int) -> None:
+    def __init__(
+        self, args: DeepseekV2Args | DeepseekV3Args, weights: FamilyWeights, layer: int
+    ) -> None:
         prefix = f"model.layers.{layer}"
-        self.eps = args.rms_norm_eps
+        self.eps, self.num = args.rms_norm_eps, weights.num
         self.norms = (
             weights.vector(f"{prefix}.input_layernorm.weight"),
             weights.vector(f"{prefix}.post_attention_layernorm.weight"),
@@ -43,6 +45,7 @@ class Block:
             x,
             self.norms,
             self.eps,
+            self.num,
             lambda u: self.attend(u, rows, turns, note),
             lambda v: self.mlp(v, rows, note),
             note,

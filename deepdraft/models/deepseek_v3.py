@@ -16,8 +16,8 @@ from torch import Tensor
 
 from deepdraft.arch import DeepseekV3Args, StateKind
 from deepdraft.models import deepseek_v2
+from deepdraft.models.arithmetic import FamilyWeights
 from deepdraft.models.decoder import DecoderModel, Record
-from deepdraft.models.layers import Weights
 from deepdraft.models.mla import Chosen, Turn, rope_table
 from deepdraft.models.mtp import NextTokenDrafter
 from deepdraft.models.sequence import StepRows
@@ -33,20 +33,23 @@ _KEY_NORM_EPS = 1e-6
 class Indexer:
     """Chooses the tokens that a row attends to (V3.2)."""
 
-    def __init__(self, args: DeepseekV3Args, weights: Weights, prefix: str, layer: int) -> None:
+    def __init__(
+        self, args: DeepseekV3Args, weights: FamilyWeights, prefix: str, layer: int
+    ) -> None:
         self.layer, self.topk = layer, args.index_topk
         self.heads, self.width = args.index_n_heads, args.index_head_dim
         self.weight_scale = self.width**-0.5 * self.heads**-0.5
-        self.w_query = weights.linear(f"{prefix}.wq_b.weight")
-        self.w_raw = weights.linear(f"{prefix}.wk.weight", f"{prefix}.weights_proj.weight")
+        self.w_query = weights.map(f"{prefix}.wq_b.weight")
+        self.w_raw = weights.map(f"{prefix}.wk.weight", f"{prefix}.weights_proj.weight")
         self.key_norm = weights.vector(f"{prefix}.k_norm.weight")
         self.key_bias = weights.vector(f"{prefix}.k_norm.bias")
+        self.num = weights.num
 
     def select(
         self, u: Tensor, latent: Tensor, rows: StepRows, turn: Turn, note: dict | None
     ) -> Chosen:
         """u [R, D] normed and query latent [R, q_lora_rank] -> the tokens of each row."""
-        raw = torch.mm(u, self.w_raw)
+        raw = self.w_raw(u)
         self.write(raw, rows, turn)
         reach = rows.position + 1
         furthest = max(span.last for span in rows.spans)
@@ -61,7 +64,11 @@ class Indexer:
         key = raw[:, : self.width]
         centred = key - key.mean(-1, keepdim=True)
         key = rms_norm(centred, self.key_norm, _KEY_NORM_EPS).add_(self.key_bias)
-        rows.write("index", self.layer, rotate(key, *turn))
+        rows.write("index", self.layer, self.rounded(rotate(self.num.act(key), *turn)))
+
+    def rounded(self, turned: Tensor) -> Tensor:
+        """Rotated queries or keys [..., C] as they are compared."""
+        return self.num.index_v32(self.num.act(turned))
 
     def _best(
         self,
@@ -74,8 +81,8 @@ class Indexer:
     ) -> Tensor:
         """int64 [R, K], ascending, -1 in empty places."""
         cos, sin, swap = turn
-        q = torch.mm(latent, self.w_query).view(-1, self.heads, self.width)
-        q = rotate(q, cos.unsqueeze(1), sin.unsqueeze(1), swap)
+        q = self.w_query(latent).view(-1, self.heads, self.width)
+        q = self.rounded(rotate(q, cos.unsqueeze(1), sin.unsqueeze(1), swap))
         w = raw[:, self.width :] * self.weight_scale
         furthest = max(span.last for span in rows.spans)
         places = whole_blocks(min(self.topk, furthest))
@@ -102,7 +109,7 @@ class Indexer:
 class Block(deepseek_v2.Block):
     """A layer of V2, which reads the chosen tokens only where there is an indexer."""
 
-    def __init__(self, args: DeepseekV3Args, weights: Weights, layer: int) -> None:
+    def __init__(self, args: DeepseekV3Args, weights: FamilyWeights, layer: int) -> None:
         super().__init__(args, weights, layer)
         self.indexer = None
         if args.index_topk:
@@ -126,7 +133,7 @@ class Block(deepseek_v2.Block):
         """As V2's, with the index keys."""
         super().store(u, rows, turns)
         if self.indexer is not None:
-            self.indexer.write(torch.mm(u, self.indexer.w_raw), rows, turns[1])
+            self.indexer.write(self.indexer.w_raw(u), rows, turns[1])
 
 
 class DeepseekV3(DecoderModel):

@@ -13,6 +13,7 @@ window, N places of a row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,9 +22,9 @@ from torch import Tensor
 
 from deepdraft.arch import V4Args
 from deepdraft.errors import CheckpointError
+from deepdraft.models.arithmetic import FamilyWeights
 from deepdraft.models.decoder import DecoderModel, Record
 from deepdraft.models.experts import SHORT_NAMES, ExpertStack
-from deepdraft.models.layers import Weights
 from deepdraft.models.sequence import StepRows
 from deepdraft.ops import index as index_ops
 from deepdraft.ops.blocked import blocked_attention, whole_blocks
@@ -80,7 +81,7 @@ class Compressor:
 
     def __init__(
         self,
-        weights: Weights,
+        weights: FamilyWeights,
         prefix: str,
         *,
         name: str,
@@ -90,9 +91,11 @@ class Compressor:
         width: int,
         eps: float,
         rope: RopeTable,
+        rounded: Callable[[Tensor], Tensor],
     ) -> None:
         """`name`: the entries' pool; raw values and gates wait in `name`_raw. `slot`: this layer's
-        place in both."""
+        place in both. `rounded`: entries, rotated, as they are kept."""
+        self.act, self.rounded = weights.num.act, rounded
         self.name, self.slot, self.ratio, self.overlap = name, slot, ratio, overlap
         self.width, self.eps, self.rope = width, eps, rope
         self.w_raw = weights.linear(f"{prefix}.wkv.weight", f"{prefix}.wgate.weight")
@@ -111,6 +114,7 @@ class Compressor:
         if key not in step.entry_turns:
             step.entry_turns[key] = self.rope.table(groups.first)
         entries = rotate(self._pool(groups, rows), *step.entry_turns[key])
+        entries = self.rounded(self.act(entries))
         size = rows.pool.entries[self.name]
         at = rows.slots[groups.rows] * size + rows.positions[groups.rows] // self.ratio
         rows.pool.rows[self.name][self.slot].index_copy_(0, rows.tensor(at), entries)
@@ -143,20 +147,22 @@ class Compressor:
             value = value.masked_fill(absent, 0.0)
         # Slots last: sums over the last axis do not depend on how many groups there are.
         share = gate.transpose(1, 2).softmax(-1)
-        return rms_norm(share.mul_(value.transpose(1, 2)).sum(-1), self.norm, self.eps)
+        pooled = self.act(share.mul_(value.transpose(1, 2)).sum(-1))
+        return self.act(rms_norm(pooled, self.norm, self.eps))
 
 
 class Indexer:
     """Chooses the entries that a row of a CSA layer attends to."""
 
     def __init__(
-        self, args: V4Args, weights: Weights, prefix: str, slot: int, rope: RopeTable
+        self, args: V4Args, weights: FamilyWeights, prefix: str, slot: int, rope: RopeTable
     ) -> None:
         self.slot, self.ratio, self.topk = slot, args.csa_ratio, args.index_topk
         self.heads, self.width = args.index_n_heads, args.index_head_dim
         self.weight_scale = self.width**-0.5 * self.heads**-0.5
-        self.w_query = weights.linear(f"{prefix}.wq_b.weight")
-        self.w_heads = weights.linear(f"{prefix}.weights_proj.weight")
+        self.w_query = weights.map(f"{prefix}.wq_b.weight")
+        self.w_heads = weights.map(f"{prefix}.weights_proj.weight")
+        self.num = weights.num
         self.compressor = Compressor(
             weights,
             f"{prefix}.compressor",
@@ -167,6 +173,7 @@ class Indexer:
             width=args.index_head_dim,
             eps=args.rms_norm_eps,
             rope=rope,
+            rounded=weights.num.index_v4,
         )
 
     def select(self, u: Tensor, latent: Tensor, step: Step, places: int, note: Note) -> Tensor:
@@ -177,9 +184,9 @@ class Indexer:
         reach = (rows.position + 1) // self.ratio
         if max(span.last for span in rows.spans) // self.ratio <= self.topk and note is None:
             return index_ops.select_all(reach, places)
-        q = torch.mm(latent, self.w_query).view(-1, self.heads, self.width)
-        q = rotate(q, *heads_turn(step.turns["index"]))
-        w = torch.mm(u, self.w_heads).mul_(self.weight_scale)
+        q = self.w_query(latent).view(-1, self.heads, self.width)
+        q = self.num.index_v4(self.num.act(rotate(q, *heads_turn(step.turns["index"]))))
+        w = self.w_heads(u).mul_(self.weight_scale)
         picks = []
         for span in rows.spans:
             at = slice(span.start, span.end)
@@ -198,7 +205,12 @@ class Attention:
     """One layer's attention."""
 
     def __init__(
-        self, args: V4Args, weights: Weights, layer: int, slot: int, ropes: dict[str, RopeTable]
+        self,
+        args: V4Args,
+        weights: FamilyWeights,
+        layer: int,
+        slot: int,
+        ropes: dict[str, RopeTable],
     ) -> None:
         """`slot`: this layer's place among those of its kind."""
         prefix = f"layers.{layer}.attn"
@@ -209,12 +221,13 @@ class Attention:
             args.head_dim,
             args.rms_norm_eps,
         )
-        self.w_in = weights.linear(f"{prefix}.wq_a.weight", f"{prefix}.wkv.weight")
+        self.w_in = weights.map(f"{prefix}.wq_a.weight", f"{prefix}.wkv.weight")
         self.q_norm = weights.vector(f"{prefix}.q_norm.weight")
         self.kv_norm = weights.vector(f"{prefix}.kv_norm.weight")
-        self.w_query = weights.linear(f"{prefix}.wq_b.weight")
+        self.w_query = weights.map(f"{prefix}.wq_b.weight")
         self.wo_a = weights.grouped(f"{prefix}.wo_a.weight", args.o_groups)
-        self.wo_b = weights.linear(f"{prefix}.wo_b.weight")
+        self.wo_b = weights.map(f"{prefix}.wo_b.weight")
+        self.num = weights.num
         self.sink = weights.vector(f"{prefix}.attn_sink")
         self.compressor = self.indexer = None
         if self.kind != "window":
@@ -228,6 +241,7 @@ class Attention:
                 width=self.width,
                 eps=self.eps,
                 rope=ropes["compress"],
+                rounded=self.kept,
             )
         if self.kind == "csa":
             self.indexer = Indexer(args, weights, f"{prefix}.indexer", slot, ropes["index"])
@@ -236,16 +250,22 @@ class Attention:
         """u [R, D], normed -> [R, D]."""
         rows, rank, c = step.rows, self.q_norm.shape[0], self.width
         turn = step.turns["window" if self.kind == "window" else "compress"]
-        h = torch.mm(u, self.w_in)
-        latent = rms_norm(h[:, :rank], self.q_norm, self.eps)
-        q = torch.mm(latent, self.w_query).view(-1, self.heads, c)
-        q = rotate(q * inverse_rms(q, self.eps), *heads_turn(turn))
-        kv = rotate(rms_norm(h[:, rank:], self.kv_norm, self.eps), *turn)
-        rows.write("window", self.layer, kv)
+        act = self.num.act
+        h = self.w_in(u)
+        latent = act(rms_norm(h[:, :rank], self.q_norm, self.eps))
+        q = self.w_query(latent).view(-1, self.heads, c)
+        q = act(rotate(act(q * inverse_rms(q, self.eps)), *heads_turn(turn)))
+        kv = act(rotate(act(rms_norm(h[:, rank:], self.kv_norm, self.eps)), *turn))
+        rows.write("window", self.layer, self.kept(kv))
         keys, bias = self._places(u, latent, step, note)
         o = blocked_attention(q.mul_(c**-0.5), keys.transpose(1, 2), keys, bias)
         cos, sin, swap = heads_turn(turn)
-        return self._output(rotate(o, cos, -sin, swap))
+        return self._output(act(rotate(act(o), cos, -sin, swap)))
+
+    def kept(self, kv: Tensor) -> Tensor:
+        """Window keys and entries [R, C], rotated, as they are kept."""
+        kv_rounding = self.num.kv
+        return kv if kv_rounding is None else kv_rounding(kv, self.args.qk_rope_head_dim)
 
     def _places(self, u: Tensor, latent: Tensor, step: Step, note: Note) -> tuple[Tensor, Tensor]:
         """What each row attends to: keys [R, N, C] and bias [R, H, N]; the window by position, the
@@ -288,7 +308,7 @@ class Attention:
         """Head outputs [R, H, C] -> [R, D] through the grouped map."""
         groups = o.reshape(o.shape[0], self.args.o_groups, -1).transpose(0, 1)
         t = torch.bmm(groups, self.wo_a).transpose(0, 1).reshape(o.shape[0], -1)
-        return torch.mm(t, self.wo_b)
+        return self.wo_b(self.num.act(t))
 
 
 def window_places(step: Step, window: int) -> tuple[Tensor, Tensor]:
@@ -309,7 +329,7 @@ def window_places(step: Step, window: int) -> tuple[Tensor, Tensor]:
 class Experts:
     """The MLP of a layer: experts by score and bias, or by token id in the first layers."""
 
-    def __init__(self, args: V4Args, weights: Weights, layer: int) -> None:
+    def __init__(self, args: V4Args, weights: FamilyWeights, layer: int) -> None:
         prefix = f"layers.{layer}.ffn"
         self.router = args.router
         self.gate = weights.linear(f"{prefix}.gate.weight")
@@ -350,10 +370,15 @@ class Block:
     """One layer; each sublayer collapses the streams by the mix made from them."""
 
     def __init__(
-        self, args: V4Args, weights: Weights, layer: int, slot: int, ropes: dict[str, RopeTable]
+        self,
+        args: V4Args,
+        weights: FamilyWeights,
+        layer: int,
+        slot: int,
+        ropes: dict[str, RopeTable],
     ) -> None:
         prefix = f"layers.{layer}"
-        self.eps = args.rms_norm_eps
+        self.eps, self.num = args.rms_norm_eps, weights.num
         self.attn_norm = weights.vector(f"{prefix}.attn_norm.weight")
         self.ffn_norm = weights.vector(f"{prefix}.ffn_norm.weight")
         self.attention = Attention(args, weights, layer, slot, ropes)
@@ -370,15 +395,17 @@ class Block:
 
     def __call__(self, x: Tensor, step: Step, note: Note) -> Tensor:
         """Streams X [R, S, D] -> [R, S, D]."""
+        act = self.num.act
         pre, post, comb = self.mix_attn(x, self.eps)
-        y = self.attention(rms_norm(collapse(x, pre), self.attn_norm, self.eps), step, note)
-        mid = expand(y, x, post, comb)
+        u = act(rms_norm(act(collapse(x, pre)), self.attn_norm, self.eps))
+        y = self.attention(u, step, note)
+        mid = act(expand(y, x, post, comb))
         pre, post, comb = self.mix_ffn(mid, self.eps)
-        v = rms_norm(collapse(mid, pre), self.ffn_norm, self.eps)
+        v = act(rms_norm(act(collapse(mid, pre)), self.ffn_norm, self.eps))
         z = self.experts(v, step.rows, note)
         if note is not None:
             note.update(stream_in=x, attn_out=y, ffn_out=z)
-        return expand(z, mid, post, comb)
+        return act(expand(z, mid, post, comb))
 
 
 class DeepseekV4(DecoderModel):
@@ -409,7 +436,7 @@ class DeepseekV4(DecoderModel):
         for layer, kind in enumerate(args.attention):
             slot = args.attention[:layer].count(kind)
             self.blocks.append(Block(args, weights, layer, slot, self.ropes))
-        self.mix_fn = weights.linear("hc_head_fn")
+        self.mix_fn = weights.exact("hc_head_fn")
         self.mix_base = weights.vector("hc_head_base")
         self.mix_scale = weights.vector("hc_head_scale")
 
@@ -418,7 +445,7 @@ class DeepseekV4(DecoderModel):
         x = x.unsqueeze(1).expand(-1, self.args.hc_mult, -1).contiguous()
         for layer, block in enumerate(self.blocks):
             x = block(x, step, None if record is None else record.setdefault(f"L{layer}", {}))
-        return collapse(x, self._head_mix(x))
+        return self.num.act(collapse(x, self._head_mix(x)))
 
     def _head_mix(self, x: Tensor) -> Tensor:
         """Streams X [R, S, D] -> the mix [R, 1, S] that collapses them before the last norm."""

@@ -14,16 +14,13 @@ import torch
 from torch import Tensor
 
 from deepdraft.arch import Router
-from deepdraft.models.layers import Weights
+from deepdraft.errors import ConfigError
+from deepdraft.models.arithmetic import FamilyWeights
 from deepdraft.ops import moe as moe_ops
 from deepdraft.ops.routing import choose, expert_scores, expert_weights
 
 HF_NAMES = ("gate_proj", "up_proj", "down_proj")
 SHORT_NAMES = ("w1", "w3", "w2")
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 class ExpertStack:
@@ -35,7 +32,7 @@ class ExpertStack:
 
     def __init__(
         self,
-        weights: Weights,
+        weights: FamilyWeights,
         prefix: str,
         *,
         experts: int,
@@ -44,30 +41,32 @@ class ExpertStack:
         limit: float = math.inf,
     ) -> None:
         """`names`: of the gate, up and down map. `limit` clamps them before they are multiplied."""
-        gate, up, down = names
         self.experts, self.shared, self.limit = experts, shared, limit
         w13 = w2 = None
+        quantised = set()
         for e in range(experts):
-            stem = f"{prefix}.experts.{e}"
-            first = weights.linear(f"{stem}.{gate}.weight", f"{stem}.{up}.weight")
-            second = weights.linear(f"{stem}.{down}.weight")
+            first, second, fp8 = weights.expert(f"{prefix}.experts.{e}", names)
             if w13 is None or w2 is None:
                 w13 = first.new_empty(experts + shared, *first.shape)
                 w2 = second.new_empty(experts + shared, *second.shape)
             w13[e], w2[e] = first, second
+            quantised.add(fp8)
         assert w13 is not None and w2 is not None
-        stem, width = f"{prefix}.shared_experts", w2.shape[1]
-        for number, parts in enumerate(
-            zip(
-                weights.linear(f"{stem}.{gate}.weight").split(width, 1),
-                weights.linear(f"{stem}.{up}.weight").split(width, 1),
-                weights.linear(f"{stem}.{down}.weight").split(width, 0),
-                strict=True,
-            )
-        ):
+        first, second, fp8 = weights.expert(f"{prefix}.shared_experts", names)
+        quantised.add(fp8)
+        width = w2.shape[1]
+        gates, ups = (part.split(width, 1) for part in first.chunk(2, 1))
+        for number, parts in enumerate(zip(gates, ups, second.split(width, 0), strict=True)):
             w13[experts + number] = torch.cat(parts[:2], 1)
             w2[experts + number] = parts[2]
+        if len(quantised) > 1:
+            raise ConfigError(
+                f"experts of {prefix} are stored in different formats; numerics "
+                f"{weights.num.name!r} needs all of them in FP8 or FP4, or none"
+            )
         self.w13, self.w2 = w13, w2
+        self.act = weights.num.act
+        self.fp8 = weights.num.fp8 if quantised.pop() else weights.num.keep
         self._always: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, x: Tensor, picks: Tensor, weights: Tensor, num_rows: int) -> Tensor:
@@ -76,17 +75,18 @@ class ExpertStack:
         `num_rows`: rows that count: all, or one that is followed by its copy.
         """
         always, ones = self._shared_picks(x.shape[0])
-        return moe_ops.expert_products(
-            x,
+        y = moe_ops.expert_products(
+            self.fp8(x),
             torch.cat([picks, always], 1),
             torch.cat([weights, ones], 1),
             self.w13,
             self.w2,
             limit=self.limit,
             num_rows=num_rows,
-            round_up=_same,
-            quantise=_same,
+            round_up=self.act,
+            quantise=self.fp8,
         )
+        return self.act(y)
 
     def _shared_picks(self, rows: int) -> tuple[Tensor, Tensor]:
         if rows not in self._always:
@@ -99,7 +99,7 @@ class ExpertStack:
 class RoutedMlp:
     """The MLP of a layer with experts: V2 and V3 (names of transformers)."""
 
-    def __init__(self, weights: Weights, prefix: str, router: Router, shared: int) -> None:
+    def __init__(self, weights: FamilyWeights, prefix: str, router: Router, shared: int) -> None:
         self.router = router
         self.gate = weights.linear(f"{prefix}.gate.weight")
         self.bias = (

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from deepdraft.arch import LlamaArgs
+from deepdraft.models.arithmetic import FamilyWeights
 from deepdraft.models.decoder import DecoderModel, GatedMlp, Record, residual_block
-from deepdraft.models.layers import Weights
 from deepdraft.models.sequence import StepRows
 from deepdraft.ops.blocked import blocked_attention
 from deepdraft.ops.elementwise import rotate
@@ -25,20 +25,20 @@ Turn = tuple[Tensor, Tensor, Tensor]
 class Attention:
     """One layer's attention over all tokens so far."""
 
-    def __init__(self, args: LlamaArgs, weights: Weights, layer: int) -> None:
+    def __init__(self, args: LlamaArgs, weights: FamilyWeights, layer: int) -> None:
         prefix = f"model.layers.{layer}.self_attn"
         self.layer, self.width = layer, args.head_dim
         self.heads, self.kv_heads = args.num_attention_heads, args.num_key_value_heads
-        self.scale = args.head_dim**-0.5
-        self.w_qkv = weights.linear(*(f"{prefix}.{n}_proj.weight" for n in "qkv"))
-        self.w_o = weights.linear(f"{prefix}.o_proj.weight")
+        self.scale, self.act = args.head_dim**-0.5, weights.num.act
+        self.w_qkv = weights.map(*(f"{prefix}.{n}_proj.weight" for n in "qkv"))
+        self.w_o = weights.map(f"{prefix}.o_proj.weight")
 
     def __call__(self, u: Tensor, rows: StepRows, turn: Turn) -> Tensor:
         """u [R, D], normed -> [R, D]."""
         r, c, h, k = u.shape[0], self.width, self.heads, self.kv_heads
-        qkv = torch.mm(u, self.w_qkv).view(r, h + 2 * k, c)
+        qkv = self.w_qkv(u).view(r, h + 2 * k, c)
         cos, sin, swap = turn
-        turned = rotate(qkv[:, : h + k], cos.unsqueeze(1), sin.unsqueeze(1), swap)
+        turned = self.act(rotate(qkv[:, : h + k], cos.unsqueeze(1), sin.unsqueeze(1), swap))
         kv = torch.cat([turned[:, h:], qkv[:, h + k :]], 1)
         rows.write("kv", self.layer, kv.view(r, -1))
         q = turned[:, :h].mul(self.scale)
@@ -46,7 +46,7 @@ class Attention:
             self._attend(q[span.start : span.end], rows.past("kv", self.layer, span), bias)
             for span, bias in zip(rows.spans, rows.causal(h // k), strict=True)
         ]
-        return torch.mm(out[0] if len(out) == 1 else torch.cat(out), self.w_o)
+        return self.w_o(self.act(out[0] if len(out) == 1 else torch.cat(out)))
 
     def _attend(self, q: Tensor, past: Tensor, bias: Tensor) -> Tensor:
         """q [R, H, C], past [N, 2 K C], bias [R G, N] -> [R, H C]."""
@@ -96,6 +96,6 @@ class Llama(DecoderModel):
         for layer, (attention, mlp, norms) in enumerate(self.blocks):
             note = None if record is None else record.setdefault(f"L{layer}", {})
             x = residual_block(
-                x, norms, self.eps, lambda u, f=attention: f(u, rows, turn), mlp, note
+                x, norms, self.eps, self.num, lambda u, f=attention: f(u, rows, turn), mlp, note
             )
         return x

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from deepdraft.arch import DeepseekV2Args, DeepseekV3Args
-from deepdraft.models.layers import Weights
+from deepdraft.models.arithmetic import FamilyWeights
 from deepdraft.models.sequence import StepRows
 from deepdraft.ops.blocked import blocked_attention
 from deepdraft.ops.elementwise import rms_norm, rotate
@@ -56,43 +56,43 @@ class LatentAttention:
     """One layer's attention."""
 
     def __init__(
-        self, args: DeepseekV2Args | DeepseekV3Args, weights: Weights, prefix: str, layer: int
+        self, args: DeepseekV2Args | DeepseekV3Args, weights: FamilyWeights, prefix: str, layer: int
     ) -> None:
         self.layer = layer
         self.heads, self.rank = args.num_attention_heads, args.kv_lora_rank
         self.nope, self.rope = args.qk_nope_head_dim, args.qk_rope_head_dim
-        self.scale = args.softmax_scale
+        self.scale, self.act = args.softmax_scale, weights.num.act
         kv = f"{prefix}.kv_a_proj_with_mqa.weight"
         self.kv_norm = weights.vector(f"{prefix}.kv_a_layernorm.weight")
-        self.w_o = weights.linear(f"{prefix}.o_proj.weight")
+        self.w_o = weights.map(f"{prefix}.o_proj.weight")
         # Rows of a head: its key map [nope, C], then its value map [v, C].
         both = weights.linear(f"{prefix}.kv_b_proj.weight").t().view(self.heads, -1, self.rank)
         self.w_key = both[:, : self.nope].contiguous()
         self.w_value = both[:, self.nope :].transpose(1, 2).contiguous()
         self.query_rank = args.q_lora_rank
         if args.q_lora_rank is None:
-            self.w_in = weights.linear(f"{prefix}.q_proj.weight", kv)
+            self.w_in = weights.map(f"{prefix}.q_proj.weight", kv)
         else:
-            self.w_in = weights.linear(f"{prefix}.q_a_proj.weight", kv)
+            self.w_in = weights.map(f"{prefix}.q_a_proj.weight", kv)
             self.q_norm = weights.vector(f"{prefix}.q_a_layernorm.weight")
-            self.w_query = weights.linear(f"{prefix}.q_b_proj.weight")
+            self.w_query = weights.map(f"{prefix}.q_b_proj.weight")
 
     def project(self, u: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         """u [R, D], normed -> query latent [R, q_lora_rank] (None without one), queries
         [R, H * (nope + P)], and the raw latent and key part [R, C + P]."""
-        q, kv = torch.mm(u, self.w_in).split_with_sizes(
-            [self.w_in.shape[1] - self.rank - self.rope, self.rank + self.rope], 1
-        )
+        h = self.w_in(u)
+        width = self.rank + self.rope
+        q, kv = h.split_with_sizes([h.shape[1] - width, width], 1)
         if self.query_rank is None:
             return None, q, kv
-        latent = rms_norm(q, self.q_norm, _LATENT_EPS)
-        return latent, torch.mm(latent, self.w_query), kv
+        latent = self.act(rms_norm(q, self.q_norm, _LATENT_EPS))
+        return latent, self.w_query(latent), kv
 
     def write(self, kv: Tensor, rows: StepRows, turn: Turn) -> None:
         """Store the normed latent and the rotated key part of this step's tokens."""
         latent = rms_norm(kv[:, : self.rank], self.kv_norm, _LATENT_EPS)
         key = rotate(kv[:, self.rank :], *turn)
-        rows.write("latent", self.layer, torch.cat([latent, key], 1))
+        rows.write("latent", self.layer, self.act(torch.cat([latent, key], 1)))
 
     def latent_queries(self, q: Tensor, turn: Turn) -> Tensor:
         """Queries [R, H * (nope + P)] as they meet latents: [R, H, C + P], scale included."""
@@ -100,7 +100,7 @@ class LatentAttention:
         cos, sin, swap = turn
         turned = rotate(q[..., self.nope :], cos.unsqueeze(1), sin.unsqueeze(1), swap)
         absorbed = torch.bmm(q[..., : self.nope].transpose(0, 1), self.w_key).transpose(0, 1)
-        return torch.cat([absorbed, turned], -1).mul_(self.scale)
+        return self.act(torch.cat([absorbed, turned], -1)).mul_(self.scale)
 
     def attend_all(self, q: Tensor, rows: StepRows) -> Tensor:
         """Latent queries [R, H, C + P] to all tokens so far -> [R, H, C]."""
@@ -125,8 +125,8 @@ class LatentAttention:
 
     def output(self, o: Tensor) -> Tensor:
         """Attended latents [R, H, C] -> [R, D]."""
-        values = torch.bmm(o.transpose(0, 1), self.w_value).transpose(0, 1)
-        return torch.mm(values.reshape(o.shape[0], -1), self.w_o)
+        values = torch.bmm(self.act(o).transpose(0, 1), self.w_value).transpose(0, 1)
+        return self.w_o(self.act(values.reshape(o.shape[0], -1)))
 
     def __call__(self, u: Tensor, rows: StepRows, turn: Turn) -> Tensor:
         """u [R, D], normed -> [R, D], attending to all tokens so far."""

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from deepdraft.errors import StateError
+from deepdraft.models.arithmetic import FamilyWeights
 from deepdraft.models.deepseek_v2 import Block
 from deepdraft.models.dspark import Refined
-from deepdraft.models.layers import Weights
 from deepdraft.models.mla import Turn
 from deepdraft.models.sequence import Sequence as State
 from deepdraft.models.sequence import StepRows
@@ -54,7 +54,7 @@ class NextTokenDrafter:
     def __init__(
         self,
         block: Block,
-        weights: Weights,
+        weights: FamilyWeights,
         prefix: str,
         *,
         embed: Tensor,
@@ -64,11 +64,12 @@ class NextTokenDrafter:
     ) -> None:
         """`turns`: rotations of the positions that are given."""
         self.block, self.eps, self.turns = block, eps, turns
+        self.act = weights.num.act
         self.embed, self.head = embed, head
         self.enorm = weights.vector(f"{prefix}.enorm.weight")
         self.hnorm = weights.vector(f"{prefix}.hnorm.weight")
         self.norm = weights.vector(f"{prefix}.shared_head.norm.weight")
-        self.w_in = weights.linear(f"{prefix}.eh_proj.weight")
+        self.w_in = weights.map(f"{prefix}.eh_proj.weight")
 
     # ---- what is known ---------------------------------------------------------------------
 
@@ -88,7 +89,7 @@ class NextTokenDrafter:
             return
         rows = StepRows(work[0][0].pool, work)
         x = self._inputs(rows, torch.cat(hidden))
-        u = rms_norm(x, self.block.norms[0], self.eps)
+        u = self.act(rms_norm(x, self.block.norms[0], self.eps))
         self.block.store(u, rows, self.turns(rows.position))
 
     # ---- drafts ----------------------------------------------------------------------------
@@ -117,7 +118,7 @@ class NextTokenDrafter:
         h = torch.stack([s.hidden[i] for s in starts])
         if len(starts) == 1:  # a product of one row takes another path, with other bits
             h = h.expand(2, -1)
-        logits = torch.mm(rms_norm(h, self.norm, self.eps), self.head)[: len(starts)]
+        logits = torch.mm(self.act(rms_norm(h, self.norm, self.eps)), self.head)[: len(starts)]
         best = (logits.amax(-1) - logits.logsumexp(-1)).exp().clamp_(1e-6, 1.0 - 1e-6)
         return Refined(logits, torch.logit(best))
 
@@ -144,4 +145,5 @@ class NextTokenDrafter:
         if hidden.shape[0] < rows.padded:
             hidden = hidden.expand(rows.padded, -1)
         tokens = rms_norm(self.embed.index_select(0, rows.token_ids), self.enorm, self.eps)
-        return torch.mm(torch.cat([tokens, rms_norm(hidden, self.hnorm, self.eps)], 1), self.w_in)
+        both = torch.cat([tokens, rms_norm(hidden, self.hnorm, self.eps)], 1)
+        return self.w_in(self.act(both))

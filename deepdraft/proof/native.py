@@ -13,6 +13,7 @@ import torch
 
 from deepdraft.arch import V41Args
 from deepdraft.checkpoint.reader import Checkpoint
+from deepdraft.errors import ConfigError
 from deepdraft.models import model_class
 from deepdraft.models.layers import WeightSource
 from deepdraft.text.tokenizer import Tokenizer, engram_token_map
@@ -25,14 +26,28 @@ _TIE = 2e-6
 
 
 def load_model(
-    checkpoint: Checkpoint, args: Any, source: WeightSource, *, dtype: torch.dtype = torch.float32
+    checkpoint: Checkpoint,
+    args: Any,
+    source: WeightSource,
+    *,
+    dtype: torch.dtype = torch.float32,
+    numerics: str = "exact",
 ) -> Any:
     """A model of `args` with the weights of `source`; `checkpoint` gives the tokenizer where a
     family hashes tokens. Raises CheckpointError and ConfigError."""
     token_map = None
     if isinstance(args, V41Args):
         token_map = engram_token_map(Tokenizer.load(checkpoint.path))
-    return model_class(args)(args, source, token_map, dtype=dtype)
+    return model_class(args)(args, source, token_map, dtype=dtype, numerics=numerics)
+
+
+def half_numerics(args: Any, dtype: str) -> str:
+    """The native numerics that a half-precision engine is compared with. Raises ConfigError."""
+    if not isinstance(args, V41Args):
+        return {"bfloat16": "bf16", "float16": "fp16"}[dtype]
+    if dtype == "bfloat16":
+        return "quant"
+    raise ConfigError("DeepSeek-V4.1 is published for bfloat16; leave --dtype float16 out")
 
 
 def reach(args: Any) -> dict[str, int]:

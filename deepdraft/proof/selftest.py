@@ -11,18 +11,25 @@ from __future__ import annotations
 
 import json
 import platform
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from deepdraft.checkpoint.reader import Checkpoint
+from deepdraft.models import model_class
 from deepdraft.models.deepseek_v41 import DeepseekV41
 from deepdraft.ops import attention, elementwise, index, moe
 from deepdraft.proof import oracles
 from deepdraft.proof.failed import Failed
+from deepdraft.proof.native import probe_text
 from deepdraft.proof.tiny import RandomWeights, tiny_args
+from deepdraft.proof.tiny_write import write_tiny
 from deepdraft.quant import formats
 
 MOST_ROWS = 96
@@ -249,6 +256,46 @@ def check_model_steps(device: str, numerics: str) -> str:
     return f"{len(sizes)} steps of 1 to 16 rows"
 
 
+def check_family_steps(device: str, kind: str, numerics: str) -> str:
+    """A tiny model of another family: one shot, chunks, single tokens beside another sequence and
+    roll-back agree bit for bit."""
+    with tempfile.TemporaryDirectory(prefix="deepdraft-selftest-") as root:
+        checkpoint = Checkpoint.open(write_tiny(Path(root) / kind, kind, storage="published"))
+        model = model_class(checkpoint.args)(
+            checkpoint.args, checkpoint, numerics=numerics, device=device
+        )
+    pool = model.new_pool(3, 144, slack=144)
+    text = probe_text(checkpoint.args, 144)
+    whole = model.step([(pool.open(), text)]).logits
+    two, three = pool.open(), pool.open()
+    model.prefill(three, text[7:40])
+    at, sizes = 0, (33, 1, 2, 64, 6, 1, 3, 16, 1, 1, 16)
+    for i, size in enumerate(sizes):
+        if i % 3 == 1:  # a rejected draft
+            model.step([(two, text[:5])])
+            two.truncate(at)
+        work = [(two, text[at : at + size])]
+        if i % 2:
+            work.insert(0, (three, text[i : i + 1 + i % 3]))
+        logits = model.step(work).logits
+        if not torch.equal(logits[-size:], whole[at : at + size]):
+            worst = (logits[-size:] - whole[at : at + size]).abs().max().item()
+            raise Failed(f"step of {size} rows at position {at} differs by {worst:.3g}")
+        at += size
+    return f"{len(sizes)} steps of 1 to 64 rows"
+
+
+FAMILY_STEPS = (
+    ("llama", "exact"),
+    ("llama", "bf16"),
+    ("v2", "fp16"),
+    ("v3", "exact"),
+    ("v3", "quant"),
+    ("v32", "quant"),
+    ("v4", "exact"),
+    ("v4", "quant"),
+)
+
 CHECKS: tuple[tuple[str, Callable[[str], str]], ...] = (
     ("linear maps: rows", check_linear_rows),
     ("elementwise: rows", check_elementwise_rows),
@@ -265,12 +312,17 @@ CHECKS: tuple[tuple[str, Callable[[str], str]], ...] = (
     ("model steps, qsim", lambda device: check_model_steps(device, "qsim")),
     ("model steps, quant", lambda device: check_model_steps(device, "quant")),
 )
+FAMILY_CHECKS: tuple[tuple[str, Callable[[str], str]], ...] = tuple(
+    (f"{kind} steps, {numerics}", partial(check_family_steps, kind=kind, numerics=numerics))
+    for kind, numerics in FAMILY_STEPS
+)
+"""Of the families that run on a CPU only."""
 
 
 def run(device: str = "cpu") -> list[Result]:
     """Run every check on a device and return the report."""
     results = []
-    checks = CHECKS
+    checks = (*CHECKS, *FAMILY_CHECKS) if device == "cpu" else CHECKS
     if device == "cuda":
         from deepdraft.proof.selftest_gpu import check_device_step
 

@@ -14,6 +14,7 @@ from deepdraft.quant.rounding import (
     E4M3_MAX,
     bits_of,
     ceil_exponent,
+    ceil_scale,
     round_at,
     round_e2m1,
     round_e4m3,
@@ -55,6 +56,26 @@ def fake_mxfp4_group32(x: Tensor) -> Tensor:
     Index queries and keys. Worst error: a quarter of a value, at least a quarter of the scale.
     """
     return _fake_group32(x, floor=INDEX_AMAX_FLOOR, largest=E2M1_MAX, smallest=1.0, kept=1)
+
+
+def fake_fp8_groups(x: Tensor, size: int, *, powers: bool) -> Tensor:
+    """E4M3 in groups of `size` along the last axis, the last one cut, as numbers again.
+
+    A group's scale is max(amax, 1e-4) / 448, or the next power of two (`powers`). Inputs of maps
+    stored in FP8 blocks and V4's cache entries. Worst error: 2**-4 of a value, at least 2**-10 of
+    the scale. Every group by itself.
+    """
+    width = x.shape[-1]
+    if width % size:
+        x = torch.nn.functional.pad(x, (0, -width % size))
+    groups = x.unflatten(-1, (-1, size))
+    amax = groups.abs().amax(dim=-1, keepdim=True)
+    if powers:
+        scale = ceil_scale(amax, E4M3_MAX, ACT_AMAX_FLOOR)
+    else:
+        scale = amax.clamp_(min=ACT_AMAX_FLOOR).div_(E4M3_MAX)
+    codes = round_e4m3(groups.div(scale).clamp_(-E4M3_MAX, E4M3_MAX))
+    return codes.mul_(scale).flatten(-2)[..., :width].contiguous()
 
 
 def kv_group_scale(groups: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from deepdraft.checkpoint.reader import Checkpoint
 from deepdraft.checkpoint.section import read_config
@@ -96,6 +97,34 @@ def test_storage_and_style_change_nothing(kind: str, tmp_path: Path) -> None:
     assert len(result.layers) == Checkpoint.open(a).args.num_hidden_layers
 
 
+@pytest.mark.parametrize("kind", ["llama", "v32", "v4", "v41"])
+def test_half_precision_of_clean_checkpoints(kind: str, tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / kind, kind)
+    result = examine(path, "native", str(path), tokens=96, greedy=2, dtype="bfloat16")
+    assert result.passed, result.findings
+    figures = result.dtypes["bfloat16"]
+    assert figures["passed"] and 1e-6 < figures["mean_kl"] < 0.3
+    assert figures["engine"] == f"deepdraft native ({'quant' if kind == 'v41' else 'bf16'})"
+
+
+def test_an_overflow_of_ours_in_float16_is_the_finding(tmp_path: Path) -> None:
+    """up times 2**18, down over 2**18: the same function, but not in float16."""
+    path = write_tiny(tmp_path / "a", "llama")
+    weights = load_file(path / "model.safetensors")
+    for name in weights:
+        if name.endswith("mlp.up_proj.weight"):
+            weights[name] *= 2.0**18
+            weights[name.replace("up_proj", "down_proj")] /= 2.0**18
+    save_file(weights, path / "model.safetensors")
+    fine = examine(path, "native", str(path), tokens=48, greedy=0, dtype="bfloat16")
+    assert fine.passed and fine.dtypes["bfloat16"]["positions_not_finite"] == 0
+    loud = examine(path, "native", str(path), tokens=48, greedy=0, dtype="float16")
+    assert [(f.cause, f.what) for f in loud.findings] == [
+        ("float16", "the model overflows in float16")
+    ]
+    assert "deepdraft native (fp16)" in loud.findings[0].evidence
+
+
 @pytest.mark.parametrize("name", ["llama-gqa-yarn", "v3-plain-halves"])
 def test_golden_data(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = golden_copy(name, tmp_path)
@@ -180,8 +209,8 @@ def test_what_is_refused(llama: Path, tmp_path: Path) -> None:
         examine(llama, "other")
     with pytest.raises(ConfigError, match="needs the golden directory"):
         examine(llama, "golden")
-    with pytest.raises(ConfigError, match="dtype bfloat16 is measured on --reference hf"):
-        examine(llama, "native", str(llama), dtype="bfloat16")
+    with pytest.raises(ConfigError, match="dtype bfloat16 needs whole logits"):
+        examine(llama, "openai", "http://127.0.0.1:1", dtype="bfloat16")
     with pytest.raises(CheckpointError, match="is not a directory"):
         examine(tmp_path / "no", "native", str(llama))
     with pytest.raises(CheckpointError, match=r"has no tokens\.json"):

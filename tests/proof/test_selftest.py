@@ -13,7 +13,7 @@ def test_all_checks_hold(capsys: pytest.CaptureFixture[str]) -> None:
     assert selftest.main("cpu", as_json=True) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["passed"]
-    assert len(report["checks"]) == len(selftest.CHECKS)
+    assert len(report["checks"]) == len(selftest.CHECKS) + len(selftest.FAMILY_CHECKS)
 
 
 def test_notices_a_sigmoid_whose_tail_differs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,6 +54,7 @@ def test_a_failed_check_is_reported(
         raise selftest.Failed("row 3 differs")
 
     monkeypatch.setattr(selftest, "CHECKS", (("broken", broken),))
+    monkeypatch.setattr(selftest, "FAMILY_CHECKS", ())
     assert selftest.main("cpu") == 1
     out = capsys.readouterr().out
     assert "FAIL broken: row 3 differs" in out
