@@ -131,9 +131,7 @@ def stream_top_kernel(
         if tl.max(tl.max(found, axis=1), axis=0) > 0:
             place = held[None, :] + count[None, :] + tl.cumsum(found, axis=0) - 1
             tl.store(held_key_ptr + place, key.to(tl.int32, bitcast=True), mask=take)
-            tl.store(
-                held_entry_ptr + place, tl.broadcast_to(entry[:, None], (N, B)), mask=take
-            )
+            tl.store(held_entry_ptr + place, tl.broadcast_to(entry[:, None], (N, B)), mask=take)
             count += tl.sum(found, axis=0)
             if tl.max(count, axis=0) > HELD - N:
                 tl.debug_barrier()

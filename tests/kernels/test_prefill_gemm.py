@@ -16,7 +16,9 @@ from tests.kernels.interpreter import DEVICE
 
 SMALL = GemmPlan(wide=64, tall=16, groups=2, warps=4, stages=2, band=2)
 # (rows, outputs, inputs)
-SHAPES = grid([(5, 96, 96), (33, 64, 64)], [(300, 32768, 1280), (200, 5120, 8192), (70, 1792, 5120)])
+SHAPES = grid(
+    [(5, 96, 96), (33, 64, 64)], [(300, 32768, 1280), (200, 5120, 8192), (70, 1792, 5120)]
+)
 ORDERS = ("tiled", "streamed")
 
 
@@ -64,9 +66,7 @@ def test_block_diagonal_and_quantised(order):
     x = rows_of(20, 192, seed=4)
     w = stored(order, codes, scales, blocks=2)
     y = gemm(x, w, blocks=2, dtype=torch.float32, plan=plan())
-    exact = reference.fp8_grouped_linear(
-        x.cpu(), codes.cpu(), scales.cpu(), 2, dtype=torch.float64
-    )
+    exact = reference.fp8_grouped_linear(x.cpu(), codes.cpu(), scales.cpu(), 2, dtype=torch.float64)
     size = reference.fp8_grouped_linear(
         x.cpu().abs(), codes.cpu() & 127, scales.cpu(), 2, dtype=torch.float64
     )
