@@ -4,9 +4,10 @@ Owns: opening (config, accounting of every tensor), mapping byte ranges, dequant
 Knows nothing of: the model that takes the tensors, devices, other storage layouts.
 """
 
+import functools
 import mmap
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,9 @@ class Checkpoint:
         self.table = table
         self._stored = stored
         self._unread: list[str] = []
+        self.progress: Callable[[int, int], None] | None = None
+        """Called with the bytes of the weights asked for so far, and of all."""
+        self._num_read = 0
 
     @classmethod
     def open(
@@ -135,7 +139,23 @@ class Checkpoint:
             chunk = out[start:stop]
             self._read_rows(entry, start, stop, chunk)
             self._check_finite(entry, chunk, start)
+        self._note(entry)
         return out
+
+    def _note(self, entry: Entry) -> None:
+        if self.progress is None:
+            return
+        self._num_read += entry.num_bytes
+        if entry.scale_name is not None:
+            self._num_read += self.table[entry.scale_name].num_bytes
+        total = self._num_bytes
+        self.progress(min(self._num_read, total), total)
+
+    @functools.cached_property
+    def _num_bytes(self) -> int:
+        """Of all weights that may be asked for, scales included."""
+        unread = set(SKIP_RULES) - {"mtp"}  # those are read to draft
+        return sum(e.num_bytes for e in self.table.values() if e.module not in unread)
 
     def packed(self, name: str) -> Packed:
         """The stored bytes of a weight and its scales, memory-mapped, unchecked."""
@@ -145,6 +165,7 @@ class Checkpoint:
         if entry.scale_name is not None:
             scale = self.table[entry.scale_name]
             scales = self._map_rows(scale, 0, scale.shape[0])
+        self._note(entry)
         return Packed(self._map_rows(entry, 0, rows), scales, entry.format)
 
     @property

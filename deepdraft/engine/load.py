@@ -108,6 +108,7 @@ def load_runner(
     import torch
 
     from deepdraft.checkpoint.presharded import is_presharded, open_rank
+    from deepdraft.checkpoint.progress import Bar
     from deepdraft.checkpoint.reader import Checkpoint
     from deepdraft.engine.ranks import open_rank_runner
     from deepdraft.engine.runner import Runner
@@ -134,14 +135,19 @@ def load_runner(
         "num_drafts": options.drafts,
         "state_bytes": _state_bytes(options),
     }
-    if rank is not None:
-        runner = open_rank_runner(rank, checkpoint, tokenizer, options, **more)
-    elif options.device == "cuda":
-        runner = _gpu_runner(checkpoint, tokenizer, options, more)
-    else:
-        runner = Runner.from_checkpoint(
-            checkpoint, tokenizer, numerics=options.numerics, prefill=options.prefill, **more
-        )
+    with Bar("weights") as bar:
+        # One rank tells for all; what reads a converted checkpoint for a GPU has a bar of its own.
+        if not number and not (options.device == "cuda" and is_presharded(path)):
+            checkpoint.progress = bar
+        if rank is not None:
+            runner = open_rank_runner(rank, checkpoint, tokenizer, options, **more)
+        elif options.device == "cuda":
+            runner = _gpu_runner(checkpoint, tokenizer, options, more)
+        else:
+            runner = Runner.from_checkpoint(
+                checkpoint, tokenizer, numerics=options.numerics, prefill=options.prefill, **more
+            )
+    checkpoint.progress = None
     return runner, checkpoint.args, tokenizer
 
 

@@ -291,6 +291,7 @@ def test_progress_is_drawn_on_a_terminal_and_told_elsewhere(tty, monkeypatch, ca
     for done in range(0, 41):
         now[0] += 1
         bar(done * 10**9, 40 * 10**9)
+    bar(41 * 10**9, 40 * 10**9)  # once it was whole, nothing is drawn any more
     said = capsys.readouterr().err
     if tty:
         assert "\rread 20.0 of 40.0 GB, 0.95 GB/s [###############               ]" in said
@@ -298,3 +299,13 @@ def test_progress_is_drawn_on_a_terminal_and_told_elsewhere(tty, monkeypatch, ca
     else:
         assert said.splitlines()[0] == "read 10.0 of 40.0 GB, 0.91 GB/s"
         assert 3 <= said.count("\n") <= 4 and "\r" not in said
+
+
+@pytest.mark.parametrize("tty", [True, False])
+def test_a_bar_that_does_not_get_to_the_end_ends_its_line(tty, monkeypatch, capsys):
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: tty, raising=False)
+    with progress.Bar("read") as bar:
+        bar(2 * 10**6, 4 * 10**6)
+        bar(3 * 10**6, 4 * 10**6)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1].startswith("read 3.0 of 4.0 MB") if tty else not lines

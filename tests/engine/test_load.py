@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from deepdraft.checkpoint.progress import Bar
 from deepdraft.checkpoint.reader import Checkpoint
 from deepdraft.checkpoint.writer import write_checkpoint
 from deepdraft.config import EngineConfig
@@ -60,6 +61,21 @@ def test_what_was_loaded(model: LoadedModel, checkpoint: Path) -> None:
     assert (model.bos_token_id, model.eos_token_id) == (0, 1)
     assert model.sampling_defaults == {}
     assert load_engine(checkpoint, OPTIONS, name="other").name == "other"
+
+
+@pytest.mark.parametrize("drafts", [None, 0])
+def test_loading_tells_how_far_it_is(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, drafts: int | None
+) -> None:
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(Bar, "__call__", lambda self, done, total: told.append((done, total)))
+    load_engine(checkpoint, EngineConfig(max_context=128, schedule="all", drafts=drafts))
+    files = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+    (total,) = {total for _, total in told}
+    assert 0.7 * files < total < files  # all but the headers
+    assert [done for done, _ in told] == sorted({done for done, _ in told})
+    # Without a drafter its layers are not read; some bytes are for training only.
+    assert (told[-1][0] > 0.99 * total) == (drafts is None)
 
 
 def test_answers_do_not_depend_on_company_or_chunks(model: LoadedModel) -> None:
