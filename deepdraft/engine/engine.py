@@ -5,7 +5,6 @@ Knows nothing of: HTTP, text, model internals, how drafts are made and judged. O
 thread touches the runner.
 """
 
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +18,12 @@ from deepdraft.engine.endings import Endings
 from deepdraft.engine.events import AsyncEvents, Events
 from deepdraft.engine.fair import TenantLimits
 from deepdraft.engine.pace import Pace
-from deepdraft.engine.protocol import ModelRunner, ParkingRunner
-from deepdraft.engine.request import EventSink, Request
+from deepdraft.engine.protocol import JoiningRunner, ModelRunner, ParkingRunner
+from deepdraft.engine.request import EventSink, Request, check_request
 from deepdraft.engine.sampler import Choice, Sampler
 from deepdraft.engine.scheduler import Limits, PrefillChunk, Scheduler
 from deepdraft.engine.speculate import FATAL, Block, Outcome, Speculation, Speculator
-from deepdraft.errors import DeepdraftError, EngineError, Overloaded, PromptTooLong, RequestError
+from deepdraft.errors import DeepdraftError, EngineError, Overloaded, RequestError
 from deepdraft.telemetry import Counters, logger
 from deepdraft.types import (
     DecodeStats,
@@ -110,7 +109,7 @@ class Engine:
         full or the engine drains, EngineError when it has stopped.
         """
         for request in requests:
-            self._check_request(request)
+            check_request(request, self.runner.vocab_size, self.runner.max_tokens)
         records = [Request(r, sink) for r, sink in zip(requests, sinks, strict=True)]
         with self._wake:
             if self._broken is not None:
@@ -209,32 +208,6 @@ class Engine:
             reuse, self.reuse = self.reuse, None
             reuse.close()
 
-    def _check_request(self, request: GenerateRequest) -> None:
-        vocab, context = self.runner.vocab_size, self.runner.max_tokens
-        num_prompt = len(request.prompt_ids)
-        if num_prompt == 0:
-            raise RequestError("the prompt is empty; send at least one token", param="prompt")
-        for token_id in (*request.prompt_ids, *(i for i, _ in request.sampling.logit_bias)):
-            if not 0 <= token_id < vocab:
-                raise RequestError(
-                    f"token id {token_id} is outside this model's vocabulary [0, {vocab})"
-                )
-        temperature = request.sampling.temperature
-        if not 0.0 <= temperature < math.inf:
-            raise RequestError(
-                f"temperature is {temperature}; it must be a number of at least 0",
-                param="temperature",
-            )
-        if request.max_new_tokens < 1:
-            raise RequestError(
-                f"max_tokens must be at least 1, got {request.max_new_tokens}", param="max_tokens"
-            )
-        if num_prompt + request.max_new_tokens > context:
-            raise PromptTooLong(
-                f"this model's context is {context} tokens; the prompt has {num_prompt} and "
-                f"{request.max_new_tokens} more were asked for: shorten one of them"
-            )
-
     # The engine thread
 
     def _run(self) -> None:
@@ -268,8 +241,8 @@ class Engine:
         with self._wake:
             plan = self._scheduler.plan()
         if plan is not None:
-            for chunk in plan.prefill:
-                self._prefill(chunk)
+            for chunks in self._joined(plan.prefill):
+                self._prefill(chunks)
             if plan.decode:
                 self._decode(plan.decode)
         return True
@@ -328,21 +301,56 @@ class Engine:
             return False
         return True
 
-    def _prefill(self, chunk: PrefillChunk) -> None:
-        request, begin = chunk.request, time.perf_counter()
-        token_ids = request.context(chunk.start, chunk.end)
+    def _joined(self, chunks: Sequence[PrefillChunk]) -> list[list[PrefillChunk]]:
+        """Chunks that are computed together: short ones, as many as the runner takes at once."""
+        runner = cast(JoiningRunner, self.runner)
+        most = getattr(runner, "joint_rows", 0)
+        groups: list[list[PrefillChunk]] = []
+        room = 0
+        for chunk in chunks:
+            rows = chunk.end - chunk.start
+            joins = bool(most) and runner.joins(chunk.request.handle, rows)
+            if joins and rows <= room:
+                groups[-1].append(chunk)
+            else:
+                groups.append([chunk])
+                room = most if joins else 0
+            room -= rows
+        return groups
+
+    def _prefill(self, chunks: Sequence[PrefillChunk]) -> None:
+        begin, batch = time.perf_counter(), [c.request for c in chunks]
+        parts = [c.request.context(c.start, c.end) for c in chunks]
+        logits: Sequence[Tensor | None]
         try:
-            logits_V = self.runner.prefill(request.handle, token_ids, final=chunk.final)
+            if len(chunks) == 1:
+                final = chunks[0].final
+                logits = [self.runner.prefill(batch[0].handle, parts[0], final=final)]
+            else:
+                together = cast(JoiningRunner, self.runner).prefill_together
+                logits = together([(r.handle, ids) for r, ids in zip(batch, parts, strict=True)])
         except Exception as error:
-            self._fail(request, f"prompt tokens {chunk.start}..{chunk.end}", error)
+            for chunk in chunks:
+                untouched = getattr(chunk.request.handle, "num_tokens", -1) == chunk.start
+                if len(chunks) == 1 or not untouched:
+                    where = f"prompt tokens {chunk.start}..{chunk.end}"
+                    self._fail(chunk.request, where, error)
+                else:
+                    self._prefill([chunk])
             return
-        request.num_computed = chunk.end
-        took_s = time.perf_counter() - begin
-        self._pace.observe(len(token_ids), 1e3 * took_s)
+        took_s, num_rows = time.perf_counter() - begin, sum(map(len, parts))
+        self._pace.observe(num_rows, 1e3 * took_s)
         if self.reuse is not None:
-            self.reuse.note_prefill(len(token_ids), took_s)
-        self._charge(request, len(token_ids))
-        self.counters.add("prompt_tokens", len(token_ids))
+            self.reuse.note_prefill(num_rows, took_s)
+        self.counters.add("prompt_tokens", num_rows)
+        for chunk, logits_V in zip(chunks, logits, strict=True):
+            self._charge(chunk.request, chunk.end - chunk.start)
+            self._read_to(chunk, logits_V)
+
+    def _read_to(self, chunk: PrefillChunk, logits_V: Tensor | None) -> None:
+        """A part of a prompt was read; behind the last one stands the answer's first token."""
+        request = chunk.request
+        request.num_computed = chunk.end
         if chunk.final and not request.output_ids:
             assert logits_V is not None, "the final chunk of a prompt must return logits"
             # Judged like a step without drafts, though it is no step of decoding.

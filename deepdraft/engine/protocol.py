@@ -47,3 +47,19 @@ class ParkingRunner(Protocol):
     def unpark(self, parked: Any, /) -> Any:
         """A parked sequence, opened again with the bits that it had."""
         ...
+
+
+class JoiningRunner(Protocol):
+    """A runner that reads parts of several prompts in one step."""
+
+    joint_rows: int
+    """Tokens of such a step at most; 0: none."""
+
+    def joins(self, handle: Any, num_tokens: int, /) -> bool:
+        """Whether a part of so many tokens may be read beside others."""
+        ...
+
+    def prefill_together(self, batch: list[tuple[Any, list[int]]], /) -> list[Tensor]:
+        """Appends a part to each; logits [V] after the last token of each, with the bits that it
+        has alone."""
+        ...

@@ -65,6 +65,7 @@ class Leading(Runner):
         """From now on the other ranks follow. `check` raises where an exchange of the last call
         failed on the device."""
         self._me, self._check = me, check
+        self.joint_rows = 0  # no command of the others
         self._numbers: dict[SequenceState, int] = {}
         self._next = 0
         self._dropped: list[int] = []

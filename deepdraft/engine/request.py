@@ -5,12 +5,13 @@ Knows nothing of: tensors, HTTP, the queue's policy. The engine thread alone wri
 `cancelled`, which any thread may set and nobody clears.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepdraft.errors import EngineError
+from deepdraft.errors import EngineError, PromptTooLong, RequestError
 from deepdraft.spec.schedule import DraftGate
 from deepdraft.types import (
     CacheUse,
@@ -202,3 +203,30 @@ class Request:
         if len(self.output_ids) >= self.source.max_new_tokens:
             return "length"
         return None
+
+
+def check_request(request: GenerateRequest, vocab_size: int, max_tokens: int) -> None:
+    """Raises RequestError or PromptTooLong for a request that a model of this vocabulary and
+    context cannot run."""
+    num_prompt = len(request.prompt_ids)
+    if num_prompt == 0:
+        raise RequestError("the prompt is empty; send at least one token", param="prompt")
+    for token_id in (*request.prompt_ids, *(i for i, _ in request.sampling.logit_bias)):
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"token id {token_id} is outside this model's vocabulary [0, {vocab_size})"
+            )
+    temperature = request.sampling.temperature
+    if not 0.0 <= temperature < math.inf:
+        raise RequestError(
+            f"temperature is {temperature}; it must be a number of at least 0", param="temperature"
+        )
+    if request.max_new_tokens < 1:
+        raise RequestError(
+            f"max_tokens must be at least 1, got {request.max_new_tokens}", param="max_tokens"
+        )
+    if num_prompt + request.max_new_tokens > max_tokens:
+        raise PromptTooLong(
+            f"this model's context is {max_tokens} tokens; the prompt has {num_prompt} and "
+            f"{request.max_new_tokens} more were asked for: shorten one of them"
+        )

@@ -35,7 +35,9 @@ from deepdraft.text.tokenizer import Tokenizer, engram_token_map
 STEP_ROWS = 64
 """Rows of one sequence that a step takes at most; a ring has this many spare rows."""
 
-
+JOINT_ROWS = 96
+"""Rows of one step that short parts of several prompts share; up to so many are proven to have the
+same bits alone and together."""
 MAX_DRAFTS = 15
 """Drafts of one sequence in a step at most."""
 LOOKUP_DRAFTS = 7
@@ -118,6 +120,9 @@ class Runner:
         self.max_tokens = max_context or limit
         self.max_step_rows = step_rows
         self.device = model.device
+        joins = type(model) is DeepseekV41 and prefill == "full"
+        self.joint_rows = JOINT_ROWS if joins else 0
+        """Rows of parts that `prefill_together` takes at once; 0: it takes none."""
         if state_bytes is not None:
             num_sequences = self._that_fit(num_sequences, state_bytes)
         self.num_sequences = num_sequences
@@ -230,6 +235,30 @@ class Runner:
             feed_drafter=self.block_size > 0,
         )
         return out.logits[-1] if out.logits is not None else None
+
+    def joins(self, sequence: SequenceState, num_tokens: int) -> bool:
+        """Whether `prefill_together` takes a part of so many tokens: it replays nothing."""
+        waits = sequence.replay_from is not None or sequence.decoder_tokens < sequence.num_tokens
+        return num_tokens <= min(self.max_step_rows, self.joint_rows) and not waits
+
+    def prefill_together(
+        self, batch: Sequence[tuple[SequenceState, Sequence[int]]]
+    ) -> list[Tensor]:
+        """`prefill` of several sequences in one step, with the bits that each has alone.
+
+        Each part is one that `joins`; all have at most `joint_rows` tokens together. Returns logits
+        [V] after the last token of each.
+        """
+        firsts = [sequence.num_tokens for sequence, _ in batch]
+        out = self.model.step(batch, logits="last")
+        assert out.logits is not None
+        if self.block_size and out.taps is not None:
+            taps = out.taps.split([len(token_ids) for _, token_ids in batch])
+            feeds = [(s, t, n) for (s, _), t, n in zip(batch, taps, firsts, strict=True)]
+            assert self.model.drafter is not None
+            with torch.inference_mode():
+                self.model.drafter.feed_all(feeds)
+        return list(out.logits)
 
     def step(self, batch: Sequence[tuple[SequenceState, Sequence[int]]]) -> Tensor:
         """Append tokens to each sequence; logits [rows, V], row i after that token."""

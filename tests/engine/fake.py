@@ -176,3 +176,34 @@ class ParkingRunner(FakeRunner):
         handle = self.open_sequence()
         handle.token_ids, handle.num_prompt = parked.token_ids, parked.num_prompt
         return handle
+
+
+class JoiningRunner(FakeRunner):
+    """A fake runner that reads parts of several prompts at once, with a fault on demand.
+
+    `joint_fault` is called with the sequences, once those that it `touches` have their part.
+    """
+
+    def __init__(self, *args: object, joint_rows: int = 12, **options: object) -> None:
+        super().__init__(*args, **options)  # type: ignore[arg-type]
+        self.joint_rows = joint_rows
+        self.joint_fault: Callable[[list[FakeSequence]], None] = lambda sequences: None
+        self.touches: Callable[[FakeSequence], bool] = lambda s: False
+        self.apart: Callable[[FakeSequence], bool] = lambda s: False
+        self.joint: list[list[int]] = []
+
+    def joins(self, handle: FakeSequence, num_tokens: int) -> bool:
+        return num_tokens <= self.max_step_rows and not self.apart(handle)
+
+    def prefill_together(self, batch: list[tuple[FakeSequence, list[int]]]) -> list[Tensor]:
+        assert len(batch) > 1 and sum(len(ids) for _, ids in batch) <= self.joint_rows
+        for handle, token_ids in batch:
+            assert handle in self.open_handles
+            if self.touches(handle):
+                handle.token_ids += token_ids
+        self.joint_fault([handle for handle, _ in batch])
+        self.joint.append([len(ids) for _, ids in batch])
+        for handle, token_ids in batch:
+            handle.token_ids += token_ids
+            handle.num_prompt = len(handle.token_ids)
+        return [self._logits(handle) for handle, _ in batch]
