@@ -95,12 +95,13 @@ def plan(
     checkpoint: Path,
     *,
     cpu: bool,
-    dtype: str = "float32",
+    dtype: str | None = "float32",
     max_model_len: int | None = None,
     drafts: int = 0,
     accept_unknown: Iterable[str] = (),
 ) -> Launch:
-    """Settings that serve a checkpoint. `drafts`: tokens drafted a step by its own layers.
+    """Settings that serve a checkpoint. `drafts`: tokens drafted a step by its own layers; `dtype`
+    None: the one that config.json names, which vLLM by itself lowers where it is float32.
 
     Raises ConfigError for what vLLM cannot serve there, CheckpointError for a checkpoint that is
     not whole.
@@ -117,6 +118,7 @@ def plan(
     overrides = missing_for("vllm", config)
     if layout == "stacked":
         overrides["architectures"] = [_stacked_architecture(config["model_type"], drafts)]
+    dtype = dtype or str(config.get("dtype") or config.get("torch_dtype") or "auto")
     latents = isinstance(args, DeepseekV2Args | DeepseekV3Args)
     length = args.max_position_embeddings
     return Launch(

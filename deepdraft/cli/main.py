@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "env": ("deepdraft.cli.adapters", "env", "Environments of other engines."),
     "export": ("deepdraft.cli.adapters", "export", "Write a repository for another server."),
     "triton": ("deepdraft.cli.adapters", "triton", "Run the bundled Triton server."),
+    "vllm": ("deepdraft.cli.engines", "vllm", "Run vLLM on a checkpoint."),
     "bench": ("deepdraft.cli.tools", "bench", "Measure speed or start-up."),
 }
 

