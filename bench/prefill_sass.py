@@ -110,7 +110,7 @@ def cases() -> Iterator[tuple[str, Launch]]:
     )  # fmt: skip
     yield "window values", lambda: prefill_attention.window_values(meta(ROWS, 528))
     x, norm, coef = halves(ROWS, 4, HIDDEN), floats(HIDDEN), floats(ROWS, 24)
-    mix = (floats(24, 4 * HIDDEN), floats(24), floats(3))
+    mix = prefill_streams.Mix(halves(3, 24, 4 * HIDDEN), floats(24), floats(3))
     settings = {"mix": mix, "iters": 20, "eps": 1e-6, "norm_eps": 1e-20}
     yield (
         "streams after attention",

@@ -36,7 +36,7 @@ class AttentionPlan:
 
 PLAN = AttentionPlan()
 KEYS = 64
-"""Keys of a turn. Part of the numerics: probabilities are rounded relative to the maximum so far."""
+"""Keys of a turn. Part of the numerics: probabilities are rounded relative to the top so far."""
 
 
 # ---- kernels -------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ def turn_sums(scores, valid, top, total, SCALE):
 
 
 @triton.jit
-def attend_kernel(
+def attend_kernel(  # noqa: PLR0915 one row from its queries to its result
     q_ptr, cos_ptr, sin_ptr, window_ptr, first_ptr, main_ptr, list_ptr, sink_ptr, out_ptr,
     H, Q_STRIDE, W, K, SCALE,
     C: tl.constexpr, CP: tl.constexpr, PAIRS: tl.constexpr, BH: tl.constexpr, N: tl.constexpr,
@@ -85,7 +85,14 @@ def attend_kernel(
     cos_ptr += wide * PAIRS
     sin_ptr += wide * PAIRS
     even, odd = turn_pairs(even, odd, cos_ptr, sin_ptr, pair, PAIRS)
-    q_even, q_odd = to_bf16_rne(even), to_bf16_rne(odd)
+    # Through the place of the result: operands that are loaded stay in shared memory, computed
+    # ones would fill the registers.
+    place_of = out_ptr + wide * H * C + h[:, None] * C + i[None, :]
+    tl.store(place_of, to_bf16_rne(even), mask=there)
+    tl.store(place_of + C // 2, to_bf16_rne(odd), mask=there)
+    tl.debug_barrier()
+    q_even = tl.load(place_of, mask=there, other=0.0)
+    q_odd = tl.load(place_of + C // 2, mask=there, other=0.0)
 
     top = tl.full((BH,), -1e30, tl.float32)
     total = tl.zeros((BH,), tl.float32)
@@ -127,6 +134,7 @@ def attend_kernel(
     even, odd = round_bf16(even_sum * share[:, None]), round_bf16(odd_sum * share[:, None])
     # Turning back is turning (odd, even).
     odd, even = turn_pairs(odd, even, cos_ptr, sin_ptr, pair, PAIRS)
+    tl.debug_barrier()
     both = to_bf16_rne(tl.reshape(tl.join(even, odd), (BH, CP)))
     c = tl.arange(0, CP)
     out = out_ptr + wide * H * C + h[:, None] * C + c[None, :]

@@ -136,7 +136,7 @@ def gemm(
     rows, width = x.shape
     if w.kind == "fp4" or x.dtype != torch.bfloat16:
         raise ValueError(f"{w.kind} weights and {x.dtype} rows: these products take bf16 rows")
-    if width != blocks * w.cols or w.rows % (blocks * GROUP) and blocks > 1:
+    if width != blocks * w.cols or (blocks > 1 and w.rows % (blocks * GROUP)):
         raise ValueError(
             f"{tuple(x.shape)=} must be [R, {blocks} x {w.cols}] for {w.rows} x {w.cols} weights"
         )

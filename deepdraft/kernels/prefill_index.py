@@ -89,7 +89,7 @@ def held_best(key_ptr, entry_ptr, count, K, HELD: tl.constexpr):
 
 
 @triton.jit
-def stream_top_kernel(
+def stream_top_kernel(  # noqa: PLR0915 one pass over the entries
     q_ptr, weight_ptr, keys_ptr, base_ptr, reach_ptr, held_key_ptr, held_entry_ptr,
     entries_ptr, address_ptr, count_ptr,
     R, H, W_STRIDE, W_START, W_SCALE, SKIP, K,

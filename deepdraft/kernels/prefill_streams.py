@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepdraft.kernels.gemv import dot_bf16
 from deepdraft.kernels.layout import GROUP
 from deepdraft.kernels.mhc import norm_block
 from deepdraft.kernels.prefill_gemm import quantized_values
@@ -26,13 +27,37 @@ from deepdraft.kernels.runtime import check, launch, next_power
 class StreamPlan:
     """`rows` of a program, `channels` at a time (powers of two of 16 and 32 at least)."""
 
-    rows: int = 16
-    channels: int = 64
+    rows: int = 32
+    channels: int = 32
     warps: int = 4
     stages: int = 2
 
 
 PLAN = StreamPlan()
+
+
+PARTS = 3
+"""bf16 numbers that add up to a float32 number: 8 bits each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Residual-mix coefficients of a sublayer: `parts` bfloat16 [3, M, S * D], which add up to fn;
+    base float32 [M], scale float32 [3]."""
+
+    parts: Tensor
+    base: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def of(fn: Tensor, base: Tensor, scale: Tensor) -> "Mix":
+        """From fn float32 [M, S * D]. The streams are bf16, so with fn in parts all products are
+        exact on the tensor cores."""
+        parts, rest = [], fn.float()
+        for _ in range(PARTS):
+            parts.append(rest.bfloat16())
+            rest = rest - parts[-1].float()
+        return Mix(torch.stack(parts), base, scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +122,8 @@ def finish_mix(coef_ptr, base_ptr, scale_ptr, row, inside, EPS, S: tl.constexpr,
 
 
 @triton.jit
-def enter_kernel(
-    y_ptr, shared_ptr, x_ptr, coef_ptr, pre_ptr, norm_ptr, fn_ptr, base_ptr, scale_ptr,
+def enter_kernel(  # noqa: PLR0915 one pass over a row's streams
+    y_ptr, shared_ptr, x_ptr, coef_ptr, pre_ptr, norm_ptr, part_ptr, base_ptr, scale_ptr,
     out_ptr, u_ptr, quant_ptr, next_ptr, R, D, PRE_STRIDE, NORM_EPS, EPS,
     K: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, MP: tl.constexpr, B: tl.constexpr,
     N: tl.constexpr, EXPAND: tl.constexpr, MIX: tl.constexpr, ITERS: tl.constexpr,
@@ -107,8 +132,12 @@ def enter_kernel(
     inside, row = b < R, b.to(tl.int64)
     M: tl.constexpr = (2 + S) * S
     wide, some = row[:, None], inside[:, None]
-    m = tl.arange(0, MP)
-    mixes = tl.zeros((MP, B), tl.float32)
+    # Columns of the product: part * MP + m.
+    column = tl.arange(0, 4 * MP)
+    m, part = column % MP, column // MP
+    part_at = (part * M + m)[None, :] * (S * D)
+    real = ((m < M) & (part < 3))[None, :]
+    mixes = tl.zeros((B, 4 * MP), tl.float32)
     x_square, h_square = tl.zeros((B,), tl.float32), tl.zeros((B,), tl.float32)
     for start in range(0, D, N):
         d = start + tl.arange(0, N)[None, :]
@@ -135,17 +164,18 @@ def enter_kernel(
             h += tl.load(pre_ptr + row * PRE_STRIDE + to, mask=inside, other=0.0)[:, None] * stream
             if MIX:
                 x_square += tl.sum(stream * stream, axis=1)
-                fn_at = fn_ptr + m[:, None] * (S * D) + to * D + d
-                fn = tl.load(fn_at, mask=(m < M)[:, None] & (d < D), other=0.0)
-                # fn in three parts of 11 bits: a stream has 8, so only fn's last bits are lost.
-                mixes = tl.dot(fn, tl.trans(stream), mixes, input_precision="tf32x3")
+                own = start + tl.arange(0, N)[:, None]
+                at = part_ptr + part_at + to * D + own
+                fn = tl.load(at, mask=real & (own < D), other=0.0)
+                mixes = dot_bf16(to_bf16_rne(stream), fn, mixes)
         h = round_bf16(h)
         h_square += tl.sum(h * h, axis=1)
         tl.store(u_ptr + wide * D + d, to_bf16_rne(h), mask=here)
     if MIX:
         inverse = tl.rsqrt(x_square / (S * D) + NORM_EPS)
-        at = next_ptr + row[None, :] * M + m[:, None]
-        tl.store(at, mixes * inverse[None, :], mask=(m < M)[:, None] & inside[None, :])
+        mixes = tl.sum(tl.reshape(mixes, (B, 4, MP)), axis=1) * inverse[:, None]
+        m = tl.arange(0, MP)[None, :]
+        tl.store(next_ptr + wide * M + m, mixes, mask=(m < M) & some)
     tl.debug_barrier()
     if MIX:
         finish_mix(next_ptr, base_ptr, scale_ptr, row, inside, EPS, S, SP, ITERS)
@@ -172,7 +202,7 @@ def enter(
     shared: Tensor | None = None,
     coef: Tensor | None = None,
     pre: Tensor | None = None,
-    mix: tuple[Tensor, Tensor, Tensor] | None = None,
+    mix: Mix | None = None,
     iters: int = 1,
     eps: float = 0.0,
     norm_eps: float = 0.0,
@@ -182,11 +212,11 @@ def enter(
 
     x bfloat16 [R, S, D]; y bfloat16 [R, D], or [R, K, D] picks with the `shared` expert [R, D];
     coef float32 [R, M] of the sublayer that made y; pre float32 [R, S] collapses where it is not
-    coef's; norm float32 [D]; mix: fn float32 [M, S * D], base [M], scale [3] of the next sublayer.
-    Without `y` the streams stay as they are. Any R.
+    coef's; norm float32 [D]; mix: of the next sublayer. Without `y` the streams stay as they are. Any R.
     """
     rows, streams, hidden = x.shape
-    given = [t for t in (x, norm, y, shared, coef, pre, *(mix or ())) if t is not None]
+    fn, base, scale = (norm, norm, norm) if mix is None else (mix.parts, mix.base, mix.scale)
+    given = [t for t in (x, norm, y, shared, coef, pre, fn, base, scale) if t is not None]
     device = check(*given)
     picks = 0 if y is None or y.dim() == 2 else y.shape[1]
     collapse = coef if pre is None else pre
@@ -195,15 +225,14 @@ def enter(
     if collapse is None or (y is not None and coef is None) or (picks > 0) != (shared is not None):
         raise ValueError("a collapse needs pre or coef, an expand coef, picks the shared expert")
     m = (2 + streams) * streams
-    if mix is not None and mix[0].shape != (m, streams * hidden):
-        raise ValueError(f"{mix[0].shape} is no mix of {streams} streams of {hidden}")
+    if mix is not None and fn.shape != (PARTS, m, streams * hidden):
+        raise ValueError(f"{fn.shape} is no mix of {streams} streams of {hidden}")
     out = torch.empty_like(x) if y is not None else x
     u = torch.empty(rows, hidden, dtype=torch.bfloat16, device=device)
     quantised = torch.empty_like(u)
     coefficients = None
     if mix is not None:
         coefficients = torch.empty(rows, m, dtype=torch.float32, device=device)
-    fn, base, scale = mix if mix is not None else (norm, norm, norm)
     launch(
         enter_kernel, (-(-rows // plan.rows),),
         x if y is None else y, x if shared is None else shared, x, norm if coef is None else coef,

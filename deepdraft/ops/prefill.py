@@ -24,7 +24,7 @@ def running_sink_attention(
     unrounded to the denominator; what was summed before is scaled down when the maximum grows. The
     sink joins the denominator last. A row without keys gives zeros (architecture notes 3.7).
     """
-    r, h, c = q.shape
+    r, h, _ = q.shape
     scores = torch.einsum("rhc,rnc->rhn", q, keys) * scale
     scores = scores.masked_fill(~valid.unsqueeze(1), -torch.inf)
     top = torch.full((r, h), -1e30, dtype=q.dtype, device=q.device)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from deepdraft.kernels import layout
 from deepdraft.kernels.native import fragments
 from deepdraft.kernels.prefill_experts import (
     PLAN,

@@ -1,4 +1,4 @@
-"""Scores and selection in one pass against a sort of float64 scores, ties and thresholds included."""
+"""Scores and selection in one pass against a sort of float64 scores, ties included."""
 
 import pytest
 import torch

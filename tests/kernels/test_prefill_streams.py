@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deepdraft.kernels.prefill_streams import PLAN, StreamPlan, enter
+from deepdraft.kernels.prefill_streams import PLAN, Mix, StreamPlan, enter
 from deepdraft.ops import boundary as reference
 from deepdraft.ops import gemm
 from tests.kernels.cases import grid, poisoned, rows_of
@@ -49,7 +49,7 @@ class Case:
         shared = None if self.shared is None else self.shared[at].contiguous()
         options = {"y": y, "shared": shared, "coef": coef, **options}
         return enter(
-            x, self.norm, mix=(self.fn, self.base, self.scale), iters=ITERS, eps=EPS,
+            x, self.norm, mix=Mix.of(self.fn, self.base, self.scale), iters=ITERS, eps=EPS,
             norm_eps=NORM_EPS, **{"plan": plan(), **options},
         )  # fmt: skip
 
@@ -110,4 +110,10 @@ def test_wrong_operands_are_refused():
     with pytest.raises(ValueError, match="needs pre or coef"):
         case.run(y=None, coef=None)
     with pytest.raises(ValueError, match="is no mix"):
-        enter(case.x, case.norm, coef=case.coef, mix=(case.fn[:1], case.base, case.scale))
+        enter(case.x, case.norm, coef=case.coef, mix=Mix.of(case.fn[:1], case.base, case.scale))
+
+
+def test_three_parts_are_the_whole():
+    fn = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)) * 3
+    parts = Mix.of(fn, fn, fn).parts
+    assert torch.equal(parts.double().sum(0), fn.double())
