@@ -38,16 +38,33 @@ PAINT = """() => Object.fromEntries(performance.getEntriesByType("paint")
 
 
 def answers(num_tokens: int) -> dict[str, str]:
-    """Texts of `num_tokens` bytes, each one token of the toy."""
-    prose = "".join(f"word{i} and *{i}* " for i in range(num_tokens))
-    code = "".join(f"line {i} = {i * i};\n" for i in range(num_tokens))
-    part = "## Part {0}\n\nSome **bold** text and `code {0}` here.\n\n"
-    part += "- one\n- two\n\n```py\nx = {0}\n```\n\n"
-    mixed = "".join(part.format(i) for i in range(num_tokens))
+    """Texts of `num_tokens` bytes, each one token of the toy, of every shape of Markdown."""
+
+    def many(line: str, begin: str = "") -> str:
+        text = begin + "".join(line.replace("@", str(i)) for i in range(num_tokens))
+        return text[:num_tokens]
+
+    mixed = "\n## Part @\n\nSome **bold** text and `code @` here.\n\n"
+    mixed += "- one\n- two\n\n```py\nx = @\n```\n\n"
+    row = "| row @ | **x@** | and `@` |\n"
     return {
-        "one paragraph": prose[:num_tokens],
-        "one code block": ("```js\n" + code)[:num_tokens],
-        "mixed": mixed[:num_tokens],
+        "one paragraph": many("word@ and *@* "),
+        "paragraphs": many("Paragraph @ has a few words, and *some* of them are `loud`.\n\n"),
+        "one code block": many("line @ = x;\n", "```js\n"),
+        "mixed": many(mixed),
+        "one quote": many("> line @ of a **long** quote\n"),
+        "a quote of paragraphs": many("> Paragraph @ of a quote.\n>\n"),
+        "a list": many("- item @ and *more* of it\n"),
+        "nested lists": many("  - inner @\n    - innermost\n      goes on\n", "- outer\n"),
+        "a table": many(row, "| a | b | c |\n|---|--:|:-:|\n"),
+        "headings": many("\n## Part @\n\n"),
+        "one heading": many("word and *more* ", "# "),
+        "raw HTML": many('<div class="a_@"><p>text @ of it</p></div>\n'),
+        "a page of HTML": many("<p class='a'>text @ of it</p>\n", "<!doctype html>\n"),
+        "code in a list": many("  line @ = x;\n", "- a\n  ```\n"),
+        "links": many("[link @](https://e.example/@) "),
+        "marks without an end": many("a*b [x _y **z `"),
+        "one mark": "a " + "*" * (num_tokens - 2),
     }
 
 
@@ -107,6 +124,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out")
     parser.add_argument("--tokens", type=int, default=10_000)
+    parser.add_argument("--shapes", help="names apart by commas [all]")
     options = parser.parse_args()
     if CHROMIUM is None:
         print("no Chromium here", file=sys.stderr)
@@ -128,6 +146,7 @@ def main() -> int:
             "long_answers": {
                 name: long_answer(browser, live, text)
                 for name, text in answers(options.tokens).items()
+                if not options.shapes or name in options.shapes.split(",")
             },
         }
         browser.close()

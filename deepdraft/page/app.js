@@ -44,7 +44,8 @@ function applyLook() {
 }
 
 function setLook(change) {
-  Object.assign(look, change);
+  // What other tabs have changed meanwhile is not undone.
+  Object.assign(look, read("localStorage", LOOK), change);
   applyLook();
 }
 
@@ -251,7 +252,9 @@ function showState(reachable) {
 }
 
 const params = new Params($("params"), connect);
-const gauges = new Gauges($("gauges"), showState);
+// A browser lends one server six connections: where all tabs together stream over as many, the
+// counters wait, and the stream shows that the server is there.
+const gauges = new Gauges($("gauges"), (answers) => showState(answers || running !== null));
 
 $("composer").addEventListener("submit", (event) => {
   event.preventDefault();

@@ -56,8 +56,8 @@ export class Params {
       el("label.field", { for: "p-key" }, el("span", {}, "API key"), key)));
     form.append(el("p.row", {}, el("button.quiet", { type: "reset" }, "Back to the defaults")));
     form.addEventListener("submit", (event) => event.preventDefault());
-    form.addEventListener("change", () => this.#keep());
-    form.addEventListener("reset", () => setTimeout(() => this.#keep()));
+    form.addEventListener("change", (event) => this.#keep(event.target));
+    form.addEventListener("reset", () => setTimeout(() => this.#keep(null)));
     this.#recall();
   }
 
@@ -97,10 +97,11 @@ export class Params {
     if (rule) this.fields.get("rule").input.options[0].textContent = `${rule} (default)`;
   }
 
-  #keep() {
-    const values = {};
+  // Keeps one field, so that what other tabs have changed is not undone; null: all of them.
+  #keep(changed) {
+    const values = changed ? read("localStorage", STORE) : {};
     for (const [name, { input, kind }] of this.fields) {
-      values[name] = kind === "flag" ? input.checked : input.value;
+      if (!changed || input === changed) values[name] = kind === "flag" ? input.checked : input.value;
     }
     write("localStorage", STORE, values);
   }
