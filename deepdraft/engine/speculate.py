@@ -40,7 +40,13 @@ from deepdraft.spec.laws import is_law, law
 from deepdraft.spec.noise import KeyedDice
 from deepdraft.spec.protocol import Proposal, Verdict
 from deepdraft.spec.protocol import Row as Law
-from deepdraft.spec.schedule import CostSchedule, FixedSchedule, Schedule, ThresholdSchedule
+from deepdraft.spec.schedule import (
+    CostSchedule,
+    DraftGate,
+    FixedSchedule,
+    Schedule,
+    ThresholdSchedule,
+)
 from deepdraft.spec.verify import verify
 from deepdraft.telemetry import logger
 from deepdraft.types import Origin, Rule, StepTrace
@@ -50,11 +56,6 @@ FATAL = (KeyboardInterrupt, SystemExit)
 the request that it belongs to."""
 HOPELESS = 0.05
 """A draft less likely to stand than this is worth no row on any machine; by cost, drafting ends."""
-CROWD = 4
-"""So many requests at once try drafts together: drafts for one take nearly half as long as for
-many."""
-BEGIN_TOGETHER = 8
-"""A request in a crowd has its first drafts where the count of steps is a multiple of this."""
 MAX_STEP_ROWS = 96
 """Rows of one step; up to so many are proven to have the same bits alone and together."""
 
@@ -275,7 +276,12 @@ class Speculator:
         self._sampled: Schedule
         self._greedy = self._sampled = options.schedule or FixedSchedule(num_drafts=self.block_size)
         self._by_cost = options.schedule is None and options.costs is not None
-        self._steps = 0
+        # Drafts for several requests take little longer than for one: they draft together or not.
+        self._gate = DraftGate(
+            prior_steps=2.0, prior_gain=1.1, first_pause=16, longest_pause=128, decay=0.95, keep=0.5
+        )
+        self._tried: set[int] = set()
+        """The requests that drafted together last, by number."""
         if self._by_cost and options.costs is not None:
             calibration = options.calibrations.get(options.rule) or Calibration()
             means = calibration.means
@@ -300,17 +306,24 @@ class Speculator:
         blocks = [Block(request) for request in requests]
         wanting = [b for b in blocks if b.error is None and self._most_drafts(b.request)]
         if self._by_cost:
-            if len(requests) >= CROWD:
-                for request in requests:
-                    if not request.record.histogram:
-                        request.gate.rest(-self._steps % BEGIN_TOGETHER)
-            wanting = [block for block in wanting if block.request.gate.wants_draft()]
+            wanting = self._gated(wanting, [request.number for request in requests])
         if wanting:
             self._fill(self._begin(wanting))
             for block in wanting:
                 block.num_drafted = len(block.token_ids)
             self._schedule(blocks)
         return blocks
+
+    def _gated(self, wanting: list[Block], numbers: Sequence[int]) -> list[Block]:
+        """Those of `wanting` that may draft in a step of these requests."""
+        if len(numbers) == 1:
+            return [block for block in wanting if block.request.gate.wants_draft()]
+        if 2 * len(self._tried.intersection(numbers)) < len(numbers):
+            self._gate.resume()  # what the last trial showed is not about them
+        if not wanting or not self._gate.wants_draft():
+            return []
+        self._tried = set(numbers)
+        return wanting
 
     def _most_drafts(self, request: Request) -> int:
         asked = request.source.speculation.num_drafts
@@ -549,23 +562,18 @@ class Speculator:
             record.drafts += block.num_drafted
             record.verified += len(block.token_ids)
             record.histogram[num_accepted] += 1
-        if not self._by_cost or self.options.costs is None:
+        drafted = [block for block in blocks if block.drafted]
+        if not self._by_cost or self.options.costs is None or not drafted:
             return
-        self._steps += 1
-        phase = self._steps if len(blocks) >= CROWD else None
         sampled = any(b.request.source.sampling.temperature for b in blocks)
         table = self.options.costs.sampled() if sampled else self.options.costs.verify
-        load = float(len(blocks))
-        verified = sum(len(b.token_ids) for b in blocks)
-        plain_ms = table.step_ms(len(blocks), load)
-        step_ms = table.step_ms(len(blocks) + verified, load)
-        draft_ms = self._draft_ms(blocks)
-        drafting = sum(b.drafted for b in blocks)
-        for block, num_accepted in zip(blocks, accepted, strict=True):
-            if block.drafted:
-                extra = (step_ms - plain_ms) * len(block.token_ids) / max(1, verified)
-                own = plain_ms / len(blocks)
-                spent = own + extra + draft_ms / drafting
-                block.request.gate.record(
-                    1 + num_accepted, spent, own, expected=block.promised, phase=phase
-                )
+        num, verified = len(blocks), sum(len(b.token_ids) for b in blocks)
+        plain_ms = table.step_ms(num, num)
+        step_ms = table.step_ms(num + verified, num) + self._draft_ms(blocks)
+        gate = blocks[0].request.gate if num == 1 else self._gate
+        gate.record(
+            1 + sum(accepted) / num,
+            step_ms,
+            plain_ms,
+            expected=1 + sum(b.promised - 1 for b in drafted) / num,
+        )

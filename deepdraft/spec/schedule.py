@@ -289,7 +289,7 @@ class RateMeter:
 
 
 class DraftGate:
-    """Whether a request should draft at all, judged from its past steps.
+    """Whether a request, or several together, should draft at all, judged from past steps.
 
     A drafter costs time before its confidences are known. The gate compares what drafted steps
     yielded with what plain ones would have in the same time, over sums that forget by `decay` a
@@ -334,9 +334,9 @@ class DraftGate:
         self._won = self._ms = 0.0
         """What the drafted steps' tokens would have taken plainly, and what the steps took, ms."""
 
-    def rest(self, num_steps: int) -> None:
-        """Pauses now, for so many steps."""
-        self._resting = num_steps
+    def resume(self) -> None:
+        """Ends a pause."""
+        self._resting = 0
 
     def wants_draft(self) -> bool:
         """Asked once a step."""
@@ -352,14 +352,11 @@ class DraftGate:
         plain_ms: float,
         *,
         expected: float | None = None,
-        phase: int | None = None,
     ) -> None:
         """A drafted step: its tokens, its whole time, and the time that a plain step takes now.
 
         `expected`: tokens that the confidences of the verified drafts promised, the certain one
-        included; None: the tokens themselves count. `phase`: a count of steps that several gates
-        share. A pause is then twice as long, and made longer or shorter, by half at most, so that
-        it ends where the count is a multiple of it.
+        included; None: the tokens themselves count.
         """
         tokens = num_tokens
         if expected is not None:
@@ -373,10 +370,6 @@ class DraftGate:
             self._pause = self.first_pause
             return
         self._resting = self._pause
-        if phase is not None:
-            pause = 2 * self._pause
-            late = phase % pause
-            self._resting = 2 * pause - late if 2 * late > pause else pause - late
         self._pause = min(2 * self._pause, self.longest_pause)
         self._won *= self.keep
         self._ms *= self.keep

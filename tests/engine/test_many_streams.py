@@ -2,6 +2,7 @@
 
 import pytest
 
+from deepdraft.engine.engine import Engine
 from deepdraft.engine.speculate import Block, Speculation, Speculator
 from deepdraft.spec.costs import CostTable, StepCosts
 from deepdraft.types import SamplingParams
@@ -74,3 +75,24 @@ def test_a_good_drafter_pays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_drafter_in_between_does_not_lose(monkeypatch: pytest.MonkeyPatch) -> None:
     assert of_plain(1.0, monkeypatch) > 0.97
+
+
+def test_new_requests_are_tried_at_once_whatever_was_before() -> None:
+    """Where most of a crowd is new, a pause that others earned ends."""
+    runner = DraftingRunner(strength=0.0, error=40.0, max_tokens=1000, max_step_rows=96)
+
+    def drafted_steps(engine: Engine, num_tokens: int, num_streams: int = STREAMS) -> int:
+        before = engine.stats().get("spec_drafted_steps", 0)
+        streams = [
+            engine.generate(ask(str(i), (i + 2, 3), max_new_tokens=num_tokens))
+            for i in range(num_streams)
+        ]
+        for stream in streams:
+            answer(stream)
+        return engine.stats()["spec_drafted_steps"] - before
+
+    with serving(runner, speculation=Speculation(costs=COSTS), max_running=STREAMS) as engine:
+        hopeless = drafted_steps(engine, 100)
+        assert hopeless < 15 * STREAMS
+        runner.error = 0.0
+        assert drafted_steps(engine, 100) > STREAMS

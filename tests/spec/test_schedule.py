@@ -361,25 +361,6 @@ def test_meter_forgets() -> None:
         RateMeter(decay=1.0)
 
 
-def test_gates_that_share_steps_try_again_together() -> None:
-    """Whenever they began, their pauses end at multiples of the pause, none far from its length."""
-    for begin in range(64):
-        gate = DraftGate(first_pause=16, longest_pause=64)
-        step, ends = begin, []
-        for pause in (16, 32, 64, 64):
-            assert gate.wants_draft()
-            gate.record(1, 15.0, 10.0, phase=step)
-            asked = 1
-            while not gate.wants_draft():
-                asked += 1
-            step += asked
-            ends.append((step - 1) % (2 * pause))
-            assert pause <= asked - 1 <= 3 * pause
-            gate._resting = 0
-            step -= 1
-        assert ends == [0] * 4, begin
-
-
 def test_gate_pauses_longer_each_time_and_recovers() -> None:
     gate = DraftGate(first_pause=3, longest_pause=5)
 
