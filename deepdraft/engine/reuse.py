@@ -16,10 +16,10 @@ from deepdraft.engine.request import Request
 from deepdraft.engine.runner import Runner
 from deepdraft.errors import ConfigError
 from deepdraft.kv.cache import KvCache
+from deepdraft.kv.codec import layout_of
 from deepdraft.kv.directory import RedisDirectory
 from deepdraft.kv.fleet import Fleet
 from deepdraft.kv.fleet_files import load_fleet
-from deepdraft.kv.layout import Layout
 from deepdraft.kv.settings import StoreSettings
 from deepdraft.kv.snapshot import fingerprint
 from deepdraft.kv.transfer import TransferSettings
@@ -44,15 +44,22 @@ def open_reuse(
     sharing = fleet is not None and fleet.directory is not None
     runner = model.runner
     off = not options.kv_memory or options.device == "cuda"
-    # The stored layout is V4.1's; other families' sequences have another state.
-    if off or not isinstance(runner, Runner) or not isinstance(runner.pool, StatePool):
+    if off or not isinstance(runner, Runner):
         if options.kv_spill is not None or sharing:
             raise ConfigError(
                 "kv_spill and a KV directory need the KV cache, which is off (--kv-memory 0), or "
-                "which this model's family or a GPU does not have"
+                "which a GPU does not have"
             )
         return None
-    layout = Layout.of(runner.model.args, packed=options.numerics != "exact")
+    try:
+        layout = layout_of(runner.pool, packed=options.numerics != "exact")
+    except ConfigError as error:  # groups of a length that fits no block
+        if options.kv_spill is not None or sharing:
+            raise
+        logger.warning("there is no KV cache: %s", error.message)
+        return None
+    # Windows of V4.1 can be computed again, and its drafter has windows of its own.
+    v41 = runner.model if isinstance(runner.pool, StatePool) else None
     settings = StoreSettings.of(layout)
     if fleet is not None:
         settings = settings.hurried(fleet.hurry)
@@ -78,8 +85,8 @@ def open_reuse(
         layout=layout,
         max_bytes=wanted,
         mode=runner.prefill_mode,
-        drafter=runner.block_size > 0,
-        rebuilder=runner.model,
+        drafter=v41 is not None and runner.block_size > 0,
+        rebuilder=v41,
         settings=settings,
         spill=spill,
         spill_bytes=options.kv_spill_bytes,

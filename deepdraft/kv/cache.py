@@ -13,7 +13,8 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,11 +22,10 @@ import numpy as np
 
 from deepdraft.errors import ConfigError, StateError
 from deepdraft.kv import codec
-from deepdraft.kv.codec import Checkpoint
+from deepdraft.kv.codec import Checkpoint, Pool, State
 from deepdraft.kv.errors import SnapshotError, StoreFull
 from deepdraft.kv.layout import Layout
 from deepdraft.kv.plan import (
-    Geometry,
     Mode,
     Plan,
     Reuse,
@@ -48,7 +48,7 @@ from deepdraft.kv.snapshot import (
 )
 from deepdraft.kv.spill import SpillDir
 from deepdraft.kv.store import CheckpointData, Chunk, Entry, EntryState, Store
-from deepdraft.models.state import SequenceState, StatePool
+from deepdraft.models.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class KvCache:
 
     def __init__(
         self,
-        pool: StatePool,
+        pool: Pool,
         *,
         expected: bytes,
         layout: Layout,
@@ -82,10 +82,7 @@ class KvCache:
         self.settings = settings or StoreSettings()
         self.layout, self.expected, self.mode, self.reuse = layout, expected, mode, reuse
         self.drafter, self.rebuilder = drafter, rebuilder
-        args = pool.args
-        self.geometry = Geometry(
-            args.sliding_window, args.decoder_start, args.num_hidden_layers, pool.slack
-        )
+        self.geometry = codec.geometry_of(pool)
         self.chunk_bytes = self.settings.chunk_blocks * layout.block_bytes
         slab = Slab(
             slot_bytes=self.chunk_bytes, num_slots=max_bytes // self.chunk_bytes, as_file=shared
@@ -114,7 +111,7 @@ class KvCache:
     def _wanted(self, num_tokens: int) -> Wanted:
         return Wanted(num_tokens, self.mode, self.reuse, self.drafter, self.rebuilder is not None)
 
-    def _plans(self, token_ids: Sequence[int] | np.ndarray) -> list[Plan]:
+    def _plans(self, token_ids: Seq[int] | np.ndarray) -> list[Plan]:
         wanted = self._wanted(len(token_ids))
         found: list[Plan] = []
         for exact, index in self.index.items():
@@ -123,7 +120,7 @@ class KvCache:
         least = self.settings.min_tokens
         return best_first([p for p in found if len(token_ids) - p.rows >= least])
 
-    def saved(self, token_ids: Sequence[int] | np.ndarray, manifest: Manifest | None = None) -> int:
+    def saved(self, token_ids: Seq[int] | np.ndarray, manifest: Manifest | None = None) -> int:
         """Tokens of this request that need not be computed, from what is here; with a manifest
         from what a peer has instead."""
         n = len(token_ids)
@@ -137,7 +134,7 @@ class KvCache:
         most = max((n - plan.rows for plan in found), default=0)
         return most if most >= self.settings.min_tokens else 0
 
-    def lookup(self, token_ids: Sequence[int]) -> Hit | None:
+    def lookup(self, token_ids: Seq[int]) -> Hit | None:
         """The cheapest way to start this request from what is stored; None: from nothing.
 
         The hit must be given to `restore` or `release`.
@@ -161,7 +158,7 @@ class KvCache:
         if isinstance(hit.entry, Entry):
             self.memory.unpin(hit.entry)
 
-    def resume(self, token_ids: Sequence[int], state: SequenceState) -> Resumed | None:
+    def resume(self, token_ids: Seq[int], state: State) -> Resumed | None:
         """Look up and restore until it works or nothing is found. None: prefill from token 0.
 
         Afterwards the caller prefills `token_ids[resumed.num_tokens:]`, at least one token.
@@ -180,7 +177,7 @@ class KvCache:
 
     # ---- restoring -------------------------------------------------------------------------
 
-    def restore(self, hit: Hit, token_ids: Sequence[int], state: SequenceState) -> Resumed | None:
+    def restore(self, hit: Hit, token_ids: Seq[int], state: State) -> Resumed | None:
         """Fill an empty sequence from a hit, and end the hit.
 
         None where stored bytes are damaged (the entry is dropped) or the sequence cannot take
@@ -214,7 +211,7 @@ class KvCache:
             provenance = "exact" if state.origin == "exact" else "whole"
         return Resumed(plan.position, hit.num_tokens - plan.rows, hit.source, provenance)
 
-    def _fill(self, hit: Hit, token_ids: list[int], state: SequenceState) -> None:
+    def _fill(self, hit: Hit, token_ids: list[int], state: State) -> None:
         plan, layout = hit.plan, self.layout
         infos, read, tokens, per = self._reader(hit.entry)
         if not np.array_equal(tokens[: len(token_ids)], token_array(token_ids)):
@@ -226,7 +223,11 @@ class KvCache:
             codec.restore_blocks(layout, state, first, data, plan.position)
         source = hit.entry
         exact = source.exact if isinstance(source, Entry) else source.manifest.exact
+        if isinstance(state, Sequence) and plan.kind == "prefix":
+            codec.adopt_prefix(state, token_ids)
+            return
         if plan.kind != "checkpoint":
+            assert not isinstance(state, Sequence)
             assert plan.replay_from is not None
             codec.adopt_global(
                 state, token_ids, replay_from=plan.replay_from, exact=exact and plan.exact
@@ -273,7 +274,7 @@ class KvCache:
 
     # ---- storing ---------------------------------------------------------------------------
 
-    def points(self, token_ids: Sequence[int]) -> list[int]:
+    def points(self, token_ids: Seq[int]) -> list[int]:
         """Lengths at which prefilling this prompt should pause for a `capture`.
 
         Its end but for one token (the same prompt again, or one that goes on differently after
@@ -281,6 +282,8 @@ class KvCache:
         that shares it starts there).
         """
         n = len(token_ids)
+        if not self.layout.rings:
+            return []
         with self.lock:
             match = self.index[True].match(token_ids[:-1])
         there = {m.position for m in match.marks} if match else set()
@@ -289,7 +292,7 @@ class KvCache:
             wanted.add(n - self.geometry.window)
         return sorted(p for p in wanted - there if self.settings.min_tokens <= p < n)
 
-    def capture(self, state: SequenceState, at: int | None = None) -> CheckpointData | None:
+    def capture(self, state: State, at: int | None = None) -> CheckpointData | None:
         """Copy the sequence's windows after its first `at` tokens (None: all, else at most the
         spare rows back); None where that is not possible.
 
@@ -322,7 +325,7 @@ class KvCache:
 
     def store(
         self,
-        state: SequenceState,
+        state: State,
         checkpoints: Iterable[CheckpointData] = (),
         then: Callable[[int], None] = lambda entry: None,
     ) -> int | None:
@@ -361,7 +364,7 @@ class KvCache:
         self.counters["store_full" if isinstance(error, StoreFull) else "store_refused"] += 1
         logger.info("a conversation is not stored: %s", error)
 
-    def _collect(self, state: SequenceState, captured: list[CheckpointData]) -> Entry | None:
+    def _collect(self, state: State, captured: list[CheckpointData]) -> Entry | None:
         """Copy what is new into the slab and make the entry; on an error nothing is held."""
         tokens = token_array(state.token_ids)
         exact = state.origin != "encoder-replayed"
@@ -373,7 +376,7 @@ class KvCache:
         held = [c for cp in adopted for c in cp.chunks]
         try:
             there = max((worth(a.info) for a in adopted if a.info.position == n), default=None)
-            if n not in mine and (there is None or there < worth(now)):
+            if self.layout.rings and n not in mine and (there is None or there < worth(now)):
                 last = self.capture(state)
                 if last is not None:
                     captured.append(last)
@@ -416,7 +419,7 @@ class KvCache:
                 self.memory.hold(checkpoint.chunks)
         return list(found.values())
 
-    def _global_chunks(self, state: SequenceState, tokens: np.ndarray, exact: bool) -> list[Chunk]:
+    def _global_chunks(self, state: State, tokens: np.ndarray, exact: bool) -> list[Chunk]:
         layout, per = self.layout, self.settings.chunk_blocks
         blocks = layout.num_blocks(len(tokens))
         keys = self.chunk_keys(tokens) if exact else []
@@ -451,7 +454,7 @@ class KvCache:
             raise
         return [c for c in chunks if c is not None]
 
-    def chunk_keys(self, tokens: Sequence[int] | np.ndarray) -> list[bytes]:
+    def chunk_keys(self, tokens: Seq[int] | np.ndarray) -> list[bytes]:
         """Names of the whole chunks of a conversation: a hash chain over their tokens."""
         size = self.settings.chunk_blocks * self.layout.block_tokens * TOKEN_BYTES
         keys, key, raw = [], self._seed, token_bytes(tokens)

@@ -4,6 +4,9 @@ Owns: the gather and scatter between `SequenceState` and blocks or checkpoints, 
 and the rules for when a state may be captured.
 Knows nothing of: slabs, files, hashes, which prefix to reuse.
 
+States are V4.1's (`SequenceState`) or other families' (`models.sequence`): the accessors below know
+both, everything else works on planes and positions.
+
 Pools of floating dtype hold dequantised rows. On the published grids (numerics qsim, quant) a row
 packs into its record without loss; every packed row is unpacked again and compared, so a row off
 the grid is refused instead of rounded. Pools of uint8 hold records and are only re-ordered.
@@ -21,7 +24,6 @@ from torch import Tensor
 from deepdraft.errors import StateError
 from deepdraft.kv.errors import SnapshotError
 from deepdraft.kv.layout import (
-    PENDING_ROWS,
     Layout,
     PendingPlane,
     Plane,
@@ -29,10 +31,14 @@ from deepdraft.kv.layout import (
     Span,
     WindowGroup,
 )
+from deepdraft.kv.plan import Geometry
+from deepdraft.models.sequence import Sequence, SequencePool
 from deepdraft.models.state import SequenceState, StatePool
 from deepdraft.quant import formats, records
 
 Bytes = np.ndarray
+State = SequenceState | Sequence
+Pool = StatePool | SequencePool
 _PACK = {
     "fp8_group32": (records.pack_fp8_group32, records.unpack_fp8_group32),
     "fp4_e4m3_group16": (records.pack_fp4_e4m3_group16, records.unpack_fp4_e4m3_group16),
@@ -133,14 +139,62 @@ def decode_rows(data: Bytes, scales: Bytes, row_format: RowFormat, dtype: torch.
     return record if dtype == torch.uint8 else _PACK[row_format][1](record, dtype)
 
 
+# ---- where rows lie ------------------------------------------------------------------------
+
+
+def layout_of(pool: Pool, *, packed: bool = False, block_tokens: int = 128) -> Layout:
+    """The table of a pool. `packed`: V4.1's rows lie on the published grids. Raises ConfigError."""
+    wide = pool.dtype == torch.float64
+    if isinstance(pool, SequencePool):
+        return Layout.of_kinds(list(pool.kinds.values()), wide=wide, block_tokens=block_tokens)
+    return Layout.of(pool.args, packed=packed, wide=wide, block_tokens=block_tokens)
+
+
+def geometry_of(pool: Pool) -> Geometry:
+    """How far back the windows of a pool's sequences reach."""
+    if isinstance(pool, SequencePool):
+        window = max((kind.ring for kind in pool.kinds.values()), default=0)
+        return Geometry(window, 0, 0, pool.slack)
+    args = pool.args
+    return Geometry(args.sliding_window, args.decoder_start, args.num_hidden_layers, pool.slack)
+
+
+def _plane_rows(pool: Pool, plane: Plane | WindowGroup | PendingPlane, layer: int) -> Tensor:
+    """All rows of a layer, of every sequence: [rows, width]."""
+    if isinstance(pool, SequencePool):
+        return pool.rows["window" if isinstance(plane, WindowGroup) else plane.kind][layer]
+    if isinstance(plane, WindowGroup):
+        return pool.window[layer]
+    if isinstance(plane, PendingPlane):
+        return pool.pending[layer]
+    return (pool.main if plane.kind == "main" else pool.index)[layer]
+
+
+def _first_row(state: State, plane: Plane, entry: int) -> int:
+    """Where an entry of a plane lies; later ones follow it."""
+    if isinstance(state, Sequence):
+        return state.slot * state.pool.entries[plane.kind] + entry
+    return int(state.entry_row(plane.layer, entry))
+
+
+def _ring_rows(state: State, plane: WindowGroup | PendingPlane, span: Span) -> Tensor:
+    """Where positions of a ring lie."""
+    positions = np.arange(span.first, span.end)
+    if isinstance(state, Sequence):
+        name = "window" if isinstance(plane, WindowGroup) else plane.kind
+        return state.address(state.pool.kinds[name], positions)
+    if isinstance(plane, WindowGroup):
+        rows = state.ring_row(positions)
+    else:
+        ring = state.pool.pending_ring
+        rows = state.slot * ring + positions % ring
+    return torch.from_numpy(rows).to(state.pool.window.device)
+
+
 # ---- blocks --------------------------------------------------------------------------------
 
 
-def _plane_rows(pool: StatePool, plane: Plane) -> Tensor:
-    return (pool.main if plane.kind == "main" else pool.index)[plane.layer]
-
-
-def capture_blocks(layout: Layout, state: SequenceState, first: int, out: Bytes) -> None:
+def capture_blocks(layout: Layout, state: State, first: int, out: Bytes) -> None:
     """Blocks first, first + 1, ... of a sequence's global KV into `out` (whole blocks, uint8).
 
     Places beyond the sequence's entries become zero.
@@ -150,8 +204,8 @@ def capture_blocks(layout: Layout, state: SequenceState, first: int, out: Bytes)
     for plane, data_at, scale_at in layout.offsets():
         per_block = layout.block_tokens // plane.ratio
         have = min(count * per_block, state.num_tokens // plane.ratio - first * per_block)
-        start = int(state.entry_row(plane.layer, first * per_block))
-        rows = _plane_rows(state.pool, plane)[start : start + have]
+        start = _first_row(state, plane, first * per_block)
+        rows = _plane_rows(state.pool, plane, plane.layer)[start : start + have]
         for piece, at, size in zip(
             encode_rows(rows, plane.format),
             (data_at, scale_at),
@@ -164,7 +218,7 @@ def capture_blocks(layout: Layout, state: SequenceState, first: int, out: Bytes)
 
 
 def restore_blocks(
-    layout: Layout, state: SequenceState, first: int, source: Bytes, num_tokens: int
+    layout: Layout, state: State, first: int, source: Bytes, num_tokens: int
 ) -> None:
     """Whole blocks first, first + 1, ... into the pool, up to the entries of `num_tokens`."""
     blocks = source.reshape(-1, layout.block_bytes)
@@ -178,15 +232,15 @@ def restore_blocks(
             blocks[:, at : at + per_block * size].reshape(count * per_block, size)[:have]
             for at, size in ((data_at, plane.data_bytes), (scale_at, plane.scale_bytes))
         )
-        rows = _plane_rows(state.pool, plane)
-        start = int(state.entry_row(plane.layer, first * per_block))
+        rows = _plane_rows(state.pool, plane, plane.layer)
+        start = _first_row(state, plane, first * per_block)
         rows[start : start + have] = decode_rows(data, scales, plane.format, rows.dtype)
 
 
 # ---- checkpoints ---------------------------------------------------------------------------
 
 
-def checkpoint_of(layout: Layout, state: SequenceState, at: int | None = None) -> Checkpoint:
+def checkpoint_of(layout: Layout, state: State, at: int | None = None) -> Checkpoint:
     """What a checkpoint of the first `at` tokens (None: all) taken now would hold.
 
     A few tokens back, as far as spare rows reach, everything is still there. Raises StateError
@@ -203,13 +257,21 @@ def checkpoint_of(layout: Layout, state: SequenceState, at: int | None = None) -
             f"a checkpoint at {n} was asked for after {state.written} tokens, more than the "
             f"{pool.slack} spare rows: run on before storing"
         )
+    first_pending = max(0, n - layout.pending_rows)
+    pending = Span(first_pending, n) if layout.pending else Span(0, 0)
+    none = Span(0, 0)
+    if isinstance(state, Sequence):
+        if n < state.resumed:
+            raise StateError(f"the windows of this sequence begin at {state.resumed}, not at {n}")
+        window = Span(max(0, n - layout.window), n) if layout.windows[1].layers else none
+        return Checkpoint(n, (none, window, none), (0, 0, 0), pending, False)
     if state.encoder_floor > n:
         raise StateError(f"the windows of this sequence begin at {state.encoder_floor}, not at {n}")
     oldest = max(0, n - layout.window)
 
     def span(floor: int, tokens: int, layers: int) -> Span:
         there = tokens >= n and floor <= n and layers > 0
-        return Span(max(oldest, floor), n) if there else Span(0, 0)
+        return Span(max(oldest, floor), n) if there else none
 
     floors = (state.encoder_floor, min(state.decoder_floor, n), min(state.drafter_floor, n))
     groups = layout.windows
@@ -218,17 +280,7 @@ def checkpoint_of(layout: Layout, state: SequenceState, at: int | None = None) -
         span(state.decoder_floor, state.decoder_tokens, groups[1].layers),
         span(state.drafter_floor, state.drafter_tokens, groups[2].layers),
     )
-    pending = Span(max(0, n - PENDING_ROWS), n) if layout.pending else Span(0, 0)
     return Checkpoint(n, spans, floors, pending, state.origin != "exact")
-
-
-def _window_rows(state: SequenceState, span: Span) -> Tensor:
-    return torch.from_numpy(state.ring_row(np.arange(span.first, span.end)))
-
-
-def _pending_rows(state: SequenceState, span: Span) -> Tensor:
-    ring = state.pool.pending_ring
-    return torch.from_numpy(state.slot * ring + np.arange(span.first, span.end) % ring)
 
 
 def _pieces(
@@ -245,45 +297,44 @@ def _pieces(
                 out.append((group, layer, span, at, scales, end))
             at = end
     for plane in layout.pending:
-        end = at + len(info.pending) * plane.data_bytes
-        out.append((plane, plane.layer, info.pending, at, end, end))
+        last = info.pending.end
+        span = Span(max(info.pending.first, last - plane.rows), last)
+        end = at + len(span) * plane.data_bytes
+        out.append((plane, plane.layer, span, at, end, end))
         at = end
     return out
 
 
-def capture_checkpoint(layout: Layout, state: SequenceState, info: Checkpoint, out: Bytes) -> None:
+def capture_checkpoint(layout: Layout, state: State, info: Checkpoint, out: Bytes) -> None:
     """The bytes of a checkpoint into `out` (`layout.checkpoint_bytes` of them)."""
     pool = state.pool
     for plane, layer, span, at, scale_at, end in _pieces(layout, info):
-        if isinstance(plane, WindowGroup):
-            where = _window_rows(state, span).to(pool.window.device)
-            rows = pool.window[layer].index_select(0, where)
-        else:
-            where = _pending_rows(state, span).to(pool.window.device)
-            rows = pool.pending[layer].index_select(0, where)
+        rows = _plane_rows(pool, plane, layer).index_select(0, _ring_rows(state, plane, span))
         data, scales = encode_rows(rows, plane.format)
         out[at:scale_at] = data.reshape(-1)
         out[scale_at:end] = scales.reshape(-1)
 
 
-def restore_checkpoint(
-    layout: Layout, state: SequenceState, info: Checkpoint, source: Bytes
-) -> None:
+def restore_checkpoint(layout: Layout, state: State, info: Checkpoint, source: Bytes) -> None:
     """Window and compressor rows of a checkpoint into the pool; counters are not touched."""
     pool = state.pool
     for plane, layer, span, at, scale_at, end in _pieces(layout, info):
         n = len(span)
         data = source[at:scale_at].reshape(n, -1)
         scales = source[scale_at:end].reshape(n, -1)
-        if isinstance(plane, WindowGroup):
-            rows, where = pool.window[layer], _window_rows(state, span)
-        else:
-            rows, where = pool.pending[layer], _pending_rows(state, span)
-        rows[where.to(rows.device)] = decode_rows(data, scales, plane.format, rows.dtype)
+        rows = _plane_rows(pool, plane, layer)
+        rows[_ring_rows(state, plane, span)] = decode_rows(data, scales, plane.format, rows.dtype)
+
+
+def adopt_prefix(state: Sequence, token_ids: list[int]) -> None:
+    """Set the counters of another family's sequence to: these tokens' rows are all there."""
+    state.token_ids[:] = token_ids
+    state.written = state.resumed = len(token_ids)
+    state.tail = None
 
 
 def adopt_checkpoint(
-    state: SequenceState, info: Checkpoint, token_ids: list[int], *, decoder: bool, exact: bool
+    state: State, info: Checkpoint, token_ids: list[int], *, decoder: bool, exact: bool
 ) -> None:
     """Set a sequence's counters as they were when the checkpoint was taken.
 
@@ -291,6 +342,9 @@ def adopt_checkpoint(
     `encoder` replays the decoder as a cold run does.
     """
     n, pool = info.position, state.pool
+    if isinstance(state, Sequence):
+        adopt_prefix(state, token_ids[:n])
+        return
     state.token_ids[:] = token_ids[:n]
     state.encoder_floor = info.floors[0]
     if decoder:
@@ -325,10 +379,9 @@ def adopt_global(
     state.origin = "exact" if exact else "encoder-replayed"
 
 
-def pool_matches(layout: Layout, pool: StatePool) -> bool:
+def pool_matches(layout: Layout, pool: Pool) -> bool:
     """The pool's rows have the layout's shapes."""
-    wide = pool.dtype == torch.float64
     packed = layout.planes[0].format not in ("f32", "f64")
-    return layout == Layout.of(
-        pool.args, packed=packed, wide=wide, block_tokens=layout.block_tokens
-    ) and (packed or _FLOAT.get(pool.dtype) == cast(str, layout.planes[0].format))
+    return layout == layout_of(pool, packed=packed, block_tokens=layout.block_tokens) and (
+        packed or _FLOAT.get(pool.dtype) == cast(str, layout.planes[0].format)
+    )

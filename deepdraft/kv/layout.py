@@ -11,25 +11,31 @@ ratio r has block_tokens / r entries; entry e stands for tokens [r e, r e + r).
 A checkpoint holds what a prefix of the blocks does not give: window rows in position order, oldest
 first, of the encoder, the decoder and the drafter (E, F, G), and the last two rows of each pair
 compressor (H).
+
+Other families have the same table: their token-major kinds are planes, V4's window is the decoder's
+group, and the raw values of open groups are pending planes, each with a ring of its own length.
+Families whose state is token-major alone have no checkpoints: any prefix is one.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
-from deepdraft.arch import V41Args
+from deepdraft.arch import StateKind, V41Args
 from deepdraft.errors import ConfigError
 
 RowFormat = Literal["f32", "f64", "fp8_group32", "fp4_e4m3_group16", "mxfp4_group32"]
-Kind = Literal["main", "index"]
 GroupName = Literal["encoder", "decoder", "drafter"]
 
 PENDING_ROWS = 2
 """Compressor rows of a checkpoint: the last one continues an open pair, the one before it allows
 to take back one token."""
 
+MOST_BLOCK_TOKENS = 4096
 _ELEMENT = {"f32": 4, "f64": 8}
 
 
@@ -45,10 +51,11 @@ def row_bytes(row_format: RowFormat, width: int) -> tuple[int, int]:
 
 
 class Plane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Main KV or index keys of one source layer inside a block."""
+    """Main KV or index keys of one source layer inside a block; in other families rows of one
+    kind (`StateKind.name`) and layer."""
 
     layer: int
-    kind: Kind
+    kind: str
     ratio: int
     width: int
     format: RowFormat
@@ -74,13 +81,16 @@ class WindowGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.layers * (self.data_bytes + self.scale_bytes)
 
 
-class PendingPlane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Value and gate rows of one pair compressor inside a checkpoint, never quantised."""
+class PendingPlane(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Value and gate rows of one compressor inside a checkpoint, never quantised."""
 
     layer: int
     width: int
     format: RowFormat
     data_bytes: int
+    rows: int = PENDING_ROWS
+    """The last so many tokens' rows."""
+    kind: str = ""
 
 
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -141,6 +151,53 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ]
         return cls(block_tokens, args.sliding_window, tuple(planes), tuple(windows), tuple(pending))
 
+    @classmethod
+    def of_kinds(
+        cls, kinds: Sequence[StateKind], *, wide: bool = False, block_tokens: int = 128
+    ) -> Layout:
+        """The table of another family, from what its sequences keep: float32 rows, or float64 when
+        `wide`. Blocks are stretched to whole groups. Raises ConfigError."""
+        plain: RowFormat = "f64" if wide else "f32"
+        block_tokens = math.lcm(block_tokens, *(kind.ratio for kind in kinds))
+        if block_tokens > MOST_BLOCK_TOKENS:
+            raise ConfigError(
+                f"a cache block would take {block_tokens} tokens to hold whole groups of every "
+                f"ratio; at most {MOST_BLOCK_TOKENS}"
+            )
+        planes, pending = [], []
+        window, layers, width = 0, 0, 0
+        for kind in kinds:
+            data = row_bytes(plain, kind.width)[0]
+            if not kind.ring:
+                planes += [
+                    Plane(layer, kind.name, kind.ratio, kind.width, plain, data, 0)
+                    for layer in range(kind.layers)
+                ]
+            elif kind.name == "window":
+                window, layers, width = kind.ring, kind.layers, kind.width
+            else:
+                pending += [
+                    PendingPlane(layer, kind.width, plain, data, kind.ring, kind.name)
+                    for layer in range(kind.layers)
+                ]
+        record = (width, plain, *row_bytes(plain, width))
+        windows = (
+            WindowGroup("encoder", 0, 0, *record),
+            WindowGroup("decoder", 0, layers, *record),
+            WindowGroup("drafter", layers, 0, *record),
+        )
+        return cls(block_tokens, window, tuple(planes), windows, tuple(pending))
+
+    @property
+    def rings(self) -> bool:
+        """Whether sequences keep more than blocks hold, so that they start at checkpoints only."""
+        return bool(self.pending) or any(group.layers for group in self.windows)
+
+    @property
+    def pending_rows(self) -> int:
+        """Positions that the pending planes of a checkpoint reach back."""
+        return max((p.rows for p in self.pending), default=0)
+
     def plane_bytes(self, plane: Plane) -> int:
         """Bytes of a plane in one block."""
         return self.block_tokens // plane.ratio * (plane.data_bytes + plane.scale_bytes)
@@ -165,4 +222,4 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def checkpoint_bytes(self, spans: tuple[Span, ...], pending: Span) -> int:
         """Bytes of a checkpoint that holds these positions of each window group."""
         rows = sum(g.row_bytes * len(s) for g, s in zip(self.windows, spans, strict=True))
-        return rows + len(pending) * sum(p.data_bytes for p in self.pending)
+        return rows + sum(min(len(pending), p.rows) * p.data_bytes for p in self.pending)

@@ -14,6 +14,8 @@ Global KV may be cut at any even length; windows exist at checkpoints only. So a
 In mode `encoder` a cold run computes the decoder on the last W tokens only. A checkpoint's decoder
 rows would give another answer, so an exact start takes the encoder's rows alone, at least W tokens
 before the end. At least one token is always computed.
+
+Families without windows (`Geometry.window` 0) start at any length that is shared (prefix).
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ Mode = Literal["full", "encoder"]
 Reuse = Literal["exact", "whole", "replay"]
 """exact: the answer equals a cold run's, bit for bit. whole: also hand over a state as it is, which
 equals the uninterrupted conversation. replay: also approximate windows (by design of the model)."""
-Kind = Literal["checkpoint", "recompute", "replay"]
+Kind = Literal["checkpoint", "recompute", "replay", "prefix"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class Geometry:
     """Sizes of a model that decide how far back windows reach."""
 
     window: int
+    """0: state is token-major alone, and may be cut anywhere."""
     encoder_layers: int
     layers: int
     slack: int
@@ -85,6 +88,11 @@ def plans(
     `exact_entries`: the match is over entries whose global KV is exact.
     """
     if match is None or (wanted.reuse == "exact" and not exact_entries):
+        return
+    if not geometry.window:
+        for entry in sorted(match.entries, reverse=True):
+            rows = wanted.num_tokens - match.length
+            yield Plan("prefix", entry, match.length, rows, None, True, exact_entries)
         return
     yield from _checkpoints(geometry, wanted, match, exact_entries)
     length = match.length // 2 * 2

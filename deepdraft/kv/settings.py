@@ -8,10 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from deepdraft.errors import ConfigError
-from deepdraft.kv.layout import PENDING_ROWS, Layout, Span
+from deepdraft.kv.layout import Layout, Span
 
 SMALL_CHECKPOINT = 1 << 20
 """Bytes of a checkpoint below which a model counts as small."""
+
+
+LARGEST_CHUNK = 32 << 20
+"""Bytes of a chunk at most, unless a block is larger: families whose state is not packed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +43,11 @@ class StoreSettings:
         """For a model's layout: chunks of the documented size, but for small models chunks just
         large enough for a checkpoint, so that a short conversation does not fill a large slot."""
         span = Span(0, layout.window)
-        checkpoint = layout.checkpoint_bytes((span, span, span), Span(0, PENDING_ROWS))
+        checkpoint = layout.checkpoint_bytes((span, span, span), Span(0, layout.pending_rows))
+        most = min(cls().chunk_blocks, max(1, LARGEST_CHUNK // layout.block_bytes))
         if checkpoint >= SMALL_CHECKPOINT:
-            return cls()
-        return cls(chunk_blocks=min(cls().chunk_blocks, -(-checkpoint // layout.block_bytes)))
+            return cls(chunk_blocks=most)
+        return cls(chunk_blocks=min(most, max(1, -(-checkpoint // layout.block_bytes))))
 
     def hurried(self, by: float) -> StoreSettings:
         """All times divided by `by`."""

@@ -201,7 +201,7 @@ def _check_checkpoint(stored: StoredCheckpoint, layout: Layout, num_tokens: int)
             raise SnapshotError(f"the {group.name} rows of the checkpoint at {m} are not its last")
     if not len(info.spans[0]) and layout.windows[0].layers:
         raise SnapshotError(f"the checkpoint at {m} lacks its encoder rows")
-    first = max(0, m - 2) if layout.pending else 0
+    first = max(0, m - layout.pending_rows) if layout.pending else 0
     if (info.pending.first, info.pending.end) != (first, m if layout.pending else 0):
         raise SnapshotError(f"the compressor rows of the checkpoint at {m} are not its last")
     lengths = [c.length for c in stored.chunks]

@@ -124,6 +124,8 @@ class Sequence:
         """Highest position ever written plus one: rings hold what is less than a ring below it."""
         self.tail: tuple[int, Tensor] | None = None
         """The last position that the drafter was told of, and its hidden state [D]."""
+        self.resumed = 0
+        """Rings hold no more than their last rows before this position."""
 
     @property
     def num_tokens(self) -> int:
@@ -155,7 +157,7 @@ class Sequence:
         """The rows of one kind that count now, oldest first: [layers, rows, width], a copy."""
         kind = self.pool.kinds[name]
         first, last = self._live(kind, self.num_tokens)
-        return self.pool.rows[name][:, self._address(kind, np.arange(first, last))]
+        return self.pool.rows[name][:, self.address(kind, np.arange(first, last))]
 
     def _live(self, kind: StateKind, n: int) -> tuple[int, int]:
         """Entries [first, last) of a kind that a sequence of n tokens needs."""
@@ -168,7 +170,8 @@ class Sequence:
         """The first position whose ring row the next token may read."""
         return max(0, n // kind.group * kind.group - kind.before)
 
-    def _address(self, kind: StateKind, entries: np.ndarray) -> Tensor:
+    def address(self, kind: StateKind, entries: np.ndarray) -> Tensor:
+        """Where entries of a kind lie in the pool's rows."""
         size = self.pool.entries[kind.name]
         rows = self.slot * size + entries % size
         return torch.from_numpy(rows).to(self.pool.device)
@@ -198,15 +201,15 @@ class Sequence:
             first, last = m // kind.ratio, -(-self.written // kind.ratio)
             first = max(first, last - size)
             if last > first:
-                self.pool.rows[kind.name][:, self._address(kind, np.arange(first, last))] = 0.0
+                self.pool.rows[kind.name][:, self.address(kind, np.arange(first, last))] = 0.0
         del self.token_ids[m:]
         if self.tail is not None and self.tail[0] >= m:
             self.tail = None
         if m == 0:
-            self.written = 0
+            self.written = self.resumed = 0
 
     def _held_from(self, kind: StateKind) -> int:
-        return self.written - self.pool.entries[kind.name]
+        return max(self.written - self.pool.entries[kind.name], self.resumed - kind.ring)
 
     def keep_global(self, num_tokens: int) -> None:
         """As `truncate`: no state of these families can be rebuilt approximately."""
@@ -232,7 +235,7 @@ class Sequence:
 
     def _copy_to(self, other: Sequence, rows: list[Tensor]) -> Sequence:
         other.token_ids = list(self.token_ids)
-        other.written, other.tail = self.written, self.tail
+        other.written, other.tail, other.resumed = self.written, self.tail, self.resumed
         if rows:
             with torch.inference_mode():
                 for target, source in zip(other._rows(), rows, strict=True):

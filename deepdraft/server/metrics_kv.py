@@ -45,7 +45,7 @@ _LABELLED = (
         "kv_starts_total",
         "kind",
         "How requests with a hit were started.",
-        {f"hits_{kind}": kind for kind in ("checkpoint", "recompute", "replay")},
+        {f"hits_{kind}": kind for kind in ("checkpoint", "recompute", "replay", "prefix")},
     ),
     (
         "kv_verify_failures_total",

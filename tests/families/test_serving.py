@@ -4,7 +4,6 @@ import importlib.util
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,9 +11,7 @@ import pytest
 
 from deepdraft.config import Config, EngineConfig
 from deepdraft.engine.load import load_engine
-from deepdraft.engine.reuse import open_reuse
 from deepdraft.engine.runner import Runner
-from deepdraft.errors import ConfigError
 from deepdraft.proof.tiny_families import tiny_config, tiny_tensors
 from deepdraft.proof.tiny_write import write_directory, write_tiny
 from deepdraft.server.service import Service
@@ -109,13 +106,18 @@ def test_the_format_can_be_chosen(tmp_path: Path, serve: Callable[..., Client]) 
         assert text == "<｜begin▁of▁sentence｜>" + prompt
 
 
-def test_conversations_cannot_be_kept(tmp_path: Path) -> None:
-    path = write_tiny(tmp_path / "m", "v3")
-    options = EngineConfig(max_context=64, max_running=1, kv_spill=str(tmp_path / "kv"), drafts=0)
-    model = load_engine(path, options)
-    with pytest.raises(ConfigError, match="which this model's family"):
-        open_reuse(model, options)
-    assert open_reuse(model, replace(options, kv_spill=None)) is None
+@pytest.mark.parametrize("kind", ["v3", "v4"])
+def test_conversations_are_kept(kind: str, tmp_path: Path, serve: Callable[..., Client]) -> None:
+    """The same prompt again starts from the cache and goes on with the same text."""
+    path = write_tiny(tmp_path / "m", kind)
+    client = serve(path, kv_memory=64 << 20)
+    body = {"prompt": PROMPT * 12, "max_tokens": 8, "temperature": 0}
+    first = client.post("/v1/completions", body).json()
+    again = client.post("/v1/completions", body).json()
+    off = serve(path, kv_memory=0).post("/v1/completions", body).json()
+    cached = [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in (first, again)]
+    assert cached[0] == 0 and cached[1] >= 32
+    assert first["choices"] == again["choices"] == off["choices"]
 
 
 @pytest.mark.parametrize("kind", ["v3", pytest.param("v4", marks=pytest.mark.full)])
