@@ -95,6 +95,14 @@ class Opened:
         """Waits until nothing is streamed."""
         self.page.wait_for_selector("html:not(.busy)")
 
+    def nothing_runs(self) -> None:
+        """Waits until the server has ended every request."""
+        for _ in range(1500):
+            if not self.toy.runner.open_handles:
+                return
+            self.page.wait_for_timeout(20)
+        raise AssertionError("the server runs a request that nobody waits for")
+
 
 @pytest.fixture
 def open_page(browser: Any, make_live: Callable[..., Live]) -> Iterator[Callable[..., Opened]]:

@@ -24,12 +24,11 @@ def test_load_and_chat(open_page: Callable[..., Opened]) -> None:
     assert not tab.page.is_visible("#welcome")
     assert "tokens" in answer.locator(".figures").inner_text()
     tab.ask("Second", "And so on.")
-    prompt = tab.toy.runner.open_handles
-    assert not prompt, "nothing runs on"
+    tab.nothing_runs()
     assert tab.page.locator("article.answer").count() == 2
     # The gauges come from /metrics.
     tab.page.wait_for_selector("#g-memory:text-matches('[MG]B')")
-    assert tab.page.inner_text("#g-queue") == "0, 0"
+    tab.page.wait_for_selector("#g-queue:text-is('0, 0')")
     assert tab.complaints == []
 
 
@@ -131,11 +130,7 @@ def test_stream_stop_and_retry(open_page: Callable[..., Opened]) -> None:
     assert "Stopped." in tab.page.inner_text(".note")
     assert tab.page.inner_text("#send") == "Send"
     # The server has ended the request, too.
-    for _ in range(200):
-        if not tab.toy.runner.open_handles:
-            break
-        tab.page.wait_for_timeout(20)
-    assert not tab.toy.runner.open_handles
+    tab.nothing_runs()
     tab.toy.say("Now this.")
     tab.page.click("button:text('Retry')")
     tab.page.wait_for_selector("text=Now this.")
@@ -457,11 +452,7 @@ def test_a_reload_during_a_stream(open_page: Callable[..., Opened]) -> None:
     kept = tab.page.inner_text("[data-track=content]")
     assert set(kept) == {"z"} and len(kept) >= 15
     assert "left before the end" in tab.page.inner_text(".note")
-    for _ in range(200):
-        if not tab.toy.runner.open_handles:
-            break
-        tab.page.wait_for_timeout(20)
-    assert not tab.toy.runner.open_handles, "the server ended the request"
+    tab.nothing_runs()
     tab.toy.say("Done.")
     tab.page.click("button:text('Retry')")
     tab.page.wait_for_selector("text=Done.")
