@@ -16,9 +16,10 @@ import click
     multiple=True,
     required=True,
     metavar="[NAME=]URL",
-    help="http://HOST:PORT of an OpenAI-compatible server, or triton+http://HOST:PORT/MODEL; "
-    "may be repeated.",
+    help="http://HOST:PORT of an OpenAI-compatible server, triton+http://HOST:PORT/MODEL, or "
+    "hf:CHECKPOINT, transformers' generate; may be repeated.",
 )
+@click.option("--reference-python", "python", metavar="FILE", help="hf: its interpreter.")
 @click.option(
     "--load",
     type=click.Choice(("fixed", "poisson", "conversations")),
@@ -100,5 +101,5 @@ def bench_serve(targets: tuple[str, ...], **options: Any) -> int:
         model=options["model_name"],
         timeout_s=options["timeout"],
         ignore_eos=options["ignore_eos"],
-        **{name: options[name] for name in ("as_json", "out", "html")},
+        **{name: options[name] for name in ("as_json", "out", "html", "python")},
     )

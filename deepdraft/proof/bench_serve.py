@@ -8,6 +8,7 @@ A server that answers fast because it answers wrongly must not win: no figure is
 targets gave the same greedy answers, and answers under load are compared with those.
 """
 
+import contextlib
 import json
 import sys
 import time
@@ -21,6 +22,7 @@ from typing import Any, Literal, get_args
 from deepdraft.errors import ConfigError
 from deepdraft.proof.bench_speed import summary
 from deepdraft.proof.serve_client import Answer, Api, Ask, Target
+from deepdraft.proof.serve_hf import PREFIX, served
 from deepdraft.proof.serve_load import (
     Conversation,
     Done,
@@ -96,6 +98,27 @@ def open_targets(urls: Sequence[str], **options: Any) -> list[Target]:
     if not targets:
         raise ConfigError("there is no target; --target [NAME=]URL")
     return targets
+
+
+def _start_transformers(
+    urls: Sequence[str], api: Api, python: str | None, stack: contextlib.ExitStack
+) -> tuple[list[str], dict[str, str]]:
+    """Addresses with [NAME=]hf:CHECKPOINT served, and host -> engine of those."""
+    addresses, engines = [], {}
+    for url in urls:
+        name, equals, address = url.partition("=")
+        if not equals or "/" in name:
+            name, address = "transformers", url
+        if not address.startswith(PREFIX):
+            addresses.append(url)
+            continue
+        if api != "completions":
+            raise ConfigError(f"{PREFIX}CHECKPOINT answers completions; add --api completions")
+        directory = Path(address.removeprefix(PREFIX))
+        served_at, engine = stack.enter_context(served(directory, python))
+        addresses.append(f"{name}={served_at}")
+        engines[urllib.parse.urlsplit(served_at).netloc] = engine
+    return addresses, engines
 
 
 def check_equal(
@@ -259,13 +282,21 @@ def main(
     as_json: bool,
     out: str | None,
     html: str | None,
+    python: str | None = None,
 ) -> int:
     """Measures, prints, writes. 1 where outputs differ or a request had a fault."""
     from deepdraft.proof.bench import provenance
 
     begun = provenance()
-    targets = open_targets(urls, api=api, model=model, timeout_s=timeout_s, ignore_eos=ignore_eos)
-    result = measure(targets, plan, lambda text: print(text, file=sys.stderr))
+    with contextlib.ExitStack() as stack:
+        addresses, engines = _start_transformers(urls, api, python, stack)
+        targets = open_targets(
+            addresses, api=api, model=model, timeout_s=timeout_s, ignore_eos=ignore_eos
+        )
+        result = measure(targets, plan, lambda text: print(text, file=sys.stderr))
+    for described in result["targets"]:
+        if described["host"] in engines:
+            described |= {"kind": "transformers", "engine": engines[described["host"]]}
     record = {**result, **begun}
     if html is not None:
         from deepdraft.proof.serve_page import page
