@@ -1,4 +1,4 @@
-"""vLLM on a CPU against transformers and our engine, tiny checkpoints with real latent sizes, float32.
+"""vLLM on a CPU against transformers and our engine: tiny checkpoints, real latent sizes, float32.
 
     python bench/vllm_record.py [--out FILE] [--reference-python FILE] [KIND ...]
 
@@ -37,6 +37,7 @@ KINDS = {"coder": "llama", "v2-lite": "v2-lite", "v2": "v2", "v3": "v3", "stacke
 LENGTHS = (8, 200)
 TOKENS = 16
 TOLERANCE = 1e-5
+TIMEOUT_S = 3600.0
 
 
 def measured(kind: str, folder: Path, python: str) -> dict[str, Any]:
@@ -47,7 +48,7 @@ def measured(kind: str, folder: Path, python: str) -> dict[str, Any]:
     served = write_stacked(path, folder / f"{kind}-served") if kind == "stacked" else path
     rng = random.Random(7)
     prompts = [[rng.randrange(8, 500) for _ in range(length)] for length in LENGTHS]
-    vllm = VllmReference(served)(prompts, TOKENS)
+    vllm = VllmReference(served, timeout_s=TIMEOUT_S)(prompts, TOKENS)
     target = Target.of(Checkpoint.open(path), read_config(path / "config.json"))
     ours = [run(target, ids, greedy=TOKENS) for ids in prompts]
     theirs = [from_transformers(path, ids, greedy=TOKENS, python=python) for ids in prompts]
@@ -87,7 +88,7 @@ def main() -> int:
             kinds[kind] = measured(kind, Path(folder), options.reference_python)
             print(kind, json.dumps(kinds[kind]), file=sys.stderr, flush=True)
     record = {
-        "what": "vLLM on a CPU, transformers and our engine: greedy tokens, and the most difference "
+        "what": "vLLM on a CPU, transformers and our engine: greedy tokens, most difference "
         "of a prompt token's log-probability",
         "prompts_tokens": LENGTHS,
         "greedy_tokens": TOKENS,

@@ -6,6 +6,7 @@ answers, the reason where it fails. Knows nothing of: engines.
 The program gets one argument, a folder: it reads order.json there and writes answer.json.
 """
 
+import itertools
 import json
 import subprocess
 import sys
@@ -19,6 +20,7 @@ _GRACE_S = 5.0
 _MAX_ANSWER = 64 << 20
 _MAX_LOG = 4 << 20
 _SAID = 3
+_FRAMES = ("Traceback", "File ", "During handling", "The above")
 
 
 def ask(
@@ -62,7 +64,12 @@ def ask(
 
 
 def reason(log: str) -> str:
-    """The exceptions in a log, the innermost of chains first; else its last lines."""
+    """The exceptions in a log with a line or two of what they say, else its last lines."""
+    # vLLM begins lines with `(process pid=1) ERROR date [file:line] `.
     lines = [line.rpartition("] ")[2].strip() for line in log.splitlines() if line.strip()]
-    raised = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
-    return " / ".join(list(dict.fromkeys(raised))[:_SAID] or lines[-_SAID:])[:1500]
+    raised = {}
+    for i, line in enumerate(lines):
+        if line.split(":")[0].endswith(("Error", "Exception")):
+            more = itertools.takewhile(lambda text: not text.startswith(_FRAMES), lines[i + 1 :])
+            raised[line] = " ".join([line, *itertools.islice(more, 2)])
+    return " / ".join(list(raised.values())[:_SAID] or lines[-_SAID:])[:1500]

