@@ -33,6 +33,8 @@ from deepdraft.kernels import (
     rows,
 )
 from deepdraft.kernels.gemv import QuantRows
+from deepdraft.kernels.native import trials
+from deepdraft.kernels.native.fragments import Streamed
 from deepdraft.models.v41_buffers import DeviceCaches, RowInputs
 from deepdraft.models.v41_joins import Joins
 from deepdraft.models.v41_weights import (
@@ -180,7 +182,12 @@ def run_experts(
     """
     limit = args.swiglu_limit
     shared_out = v
-    if "shared" not in skip:
+    # One grid for both, where the weights are kept that way.
+    together = None
+    if isinstance(w.w13, Streamed) and isinstance(w.w2, Streamed) and w.w13.shared:
+        if trials.on("shared") and not skip & {"shared", "experts"}:
+            together = w.w13, w.w2
+    if together is None and "shared" not in skip:
         with lanes.aside("side"):
             shared = moe.swiglu_rows(gemv.gemv(v_quant, w.shared13), limit=limit)
             shared_out = gemv.gemv(shared, w.shared2)
@@ -188,6 +195,9 @@ def run_experts(
         v, w.gate, w.bias, positions, k=w.picks, scale=args.routed_scaling_factor,
         temperature=args.gate_temp, forced=forced,
     )  # fmt: skip
+    if together is not None:
+        y, shared_out = moe.all_experts(v_quant, listed, weights, *together, limit=limit)
+        return joins.picks(y, shared_out)
     if "experts" in skip:
         y = v.new_zeros(v.shape[0], w.picks, v.shape[1])
     else:

@@ -21,11 +21,25 @@
 //   FOLD   experts: scales of rows go into the rows' halves, relative to the largest of a warp's
 //   OUT    dense: 0 bf16, 1 float32, 2 bf16 values quantised to FP8 in groups of 32
 //   BULK   defined or not: how weights are copied (the same bits)
+//   CYCLIC      experts up: units are given to the blocks in turn, not a run of them to each
+//   SHARED      experts: 2, the shared expert's halves come first, as if they were two experts more;
+//               up: its rows and weights need no list, so it begins before the router has ended
+//   EVERY_LANE  every lane arrives at the barriers of the sums, as racecheck follows it (the same bits)
 //   SHARED_BYTES  of dynamic shared memory
 //
 // Letters: R batch rows (a multiple of 8), N output rows, K columns, G = K / 32.
 
 #include "machine.cuh"
+
+#ifndef CYCLIC
+#define CYCLIC 0
+#endif
+#ifndef SHARED
+#define SHARED 0
+#endif
+#ifndef EVERY_LANE
+#define EVERY_LANE 0
+#endif
 
 constexpr bool FP4 = KIND >= 3;
 constexpr bool BF16_ROWS = KIND == 2;
@@ -47,6 +61,9 @@ constexpr int X_WORDS = BF16_ROWS || FOLD ? 4 : 2;          // of a group's row 
 static_assert(NG % ST == 0, "a step holds whole groups");
 static_assert(!FP4 || DEPTH <= 2 * STEPS, "there is room for the scales of two units ahead");
 static_assert(FP4 || !FOLD, "dense products apply scales to sums");
+constexpr bool LATE_LIST = UP && SHARED > 0;        // tasks of the shared expert come before the list
+static_assert(!LATE_LIST || (CYCLIC && WK > 1), "each block begins with some of the shared expert");
+static_assert(!CYCLIC || UP, "rows in registers would change with every task");
 
 struct Params {
     const u8* w;             // codes in fragment order (layout of fragments.py)
@@ -66,183 +83,12 @@ struct Params {
     int picks, places;
     float limit;
     int early;               // launched programmatically: rings are filled before the rows are there
+#if SHARED
+    int shared;              // number of the first of its two halves, which lie behind the experts
+#endif
 };
 
-// ---- formats -------------------------------------------------------------------------------
-
-__device__ __forceinline__ u16 low16(u32 v) { return (u16)(v & 0xFFFF); }
-__device__ __forceinline__ u16 high16(u32 v) { return (u16)(v >> 16); }
-__device__ __forceinline__ float round_bf16(float v) { return bf16_value(pack_bf16(v, 0.f) & 0xFFFF); }
-// Eight E2M1 codes -> halves of 2**-14 times them: the four A registers of one mma. A byte holds
-// one code in bits 7 3 2 1 (sign first) and another one in bits 0 6 5 4.
-__device__ __forceinline__ void unpack_e2m1(u32 w, u32 (&a)[4]) {
-    u32 v = ((w >> 3) & 0x0E0E0E0Eu) | ((w << 7) & 0x80808080u);
-    a[0] = w & 0x8E008E00u;
-    a[1] = (w << 8) & 0x8E008E00u;
-    a[2] = v & 0xFF00FF00u;
-    a[3] = __byte_perm(v, 0, 0x2404);
-}
-// The arithmetic of kernels/rounding.py: bits of the power of two of a group's largest magnitude.
-__device__ __forceinline__ u32 scale_bits(float most) {
-    return (max(__float_as_uint(most), 0x38D1B717u) + (0x1FFFFFu - (8u << 23))) & 0x7F800000u;
-}
-__device__ __forceinline__ float inverse_of(u32 bits) { return __uint_as_float((254u << 23) - bits); }
-// E8M0 byte `I` of a word as a float; byte 0 is zero.
-template <int I> __device__ __forceinline__ float scale_of(u32 w) {
-    return __uint_as_float((I == 3 ? w >> 1 : w << (I == 3 ? 0 : 23 - 8 * I)) & 0x7F800000u);
-}
-
-// ---- rows ----------------------------------------------------------------------------------
-
-struct Rows {
-    u32 x[NG][X_WORDS];
-    float s[BF16_ROWS || FOLD ? 1 : NG][2];
-};
-
-#if FOLD
-// Codes of row g and their scales -> halves relative to the largest scale. What is more than 2**15
-// below it loses bits that no float32 sum beside a row's large values would keep.
-__device__ __forceinline__ void fold(Rows& r, const u32 (&codes)[NG][2], const float (&scale)[NG], int t) {
-    float most = scale[0];
-#pragma unroll
-    for (int i = 1; i < NG; i++) most = fmaxf(most, scale[i]);
-    const float inverse = inverse_of(__float_as_uint(most));
-#pragma unroll
-    for (int i = 0; i < NG; i++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const u16 two = j & 1 ? high16(codes[i][j / 2]) : low16(codes[i][j / 2]);
-            r.x[i][j] = scaled_halves(halves_of_e4m3(two), scale[i] * inverse);
-        }
-    r.s[0][0] = __shfl_sync(~0u, most, 8 * t) * 16384.f;
-    r.s[0][1] = __shfl_sync(~0u, most, 8 * t + 4) * 16384.f;
-}
-#endif
-
-// Row values as they lie in memory. Thread (g, t) of a warp reads columns 8 t .. 8 t + 7 of each
-// group of row g. Its groups are `first`, `first` + WK, ..: what the warps of a block read at a time
-// lies together.
-struct RawRows {
-    uint4 v[NG];   // 8 bf16 values; FP8: the first two words
-    float2 s[NG];  // FP8: scales of rows 2 t and 2 t + 1; folded: of row g
-};
-
-__device__ __forceinline__ void fetch_rows(RawRows& r, const Params& p, int row_tile, int place, int first, int g, int t) {
-    u64 row = row_tile * 8 + g;
-    int slot = 0;
-    if (DOWN) {  // activations of a pick; a row without one counts as zeros
-        slot = p.slots[(row_tile * p.places + place) * 8 + g];
-        row = row * p.picks + max(slot, 0);
-    }
-    const u64 at = row * p.x_width + first * 32 + 8 * t;
-#pragma unroll
-    for (int i = 0; i < NG; i++) {
-        r.v[i] = make_uint4(0, 0, 0, 0);
-        if (BF16_ROWS || DOWN) {
-            if (slot >= 0) r.v[i] = *(const uint4*)((const u16*)p.x + at + i * 32 * WK);
-        } else {
-            const uint2 two = *(const uint2*)((const u8*)p.x + at + i * 32 * WK);
-            const float* scales = p.xs + (u64)(first + i * WK) * p.rows + row_tile * 8;
-            r.v[i].x = two.x, r.v[i].y = two.y;
-            if (FOLD) r.s[i].x = scales[g];
-            else r.s[i] = *(const float2*)(scales + 2 * t);
-        }
-    }
-}
-
-__device__ __forceinline__ void take_rows(Rows& r, const RawRows& given, int t) {
-    u32 codes[NG][2];
-    float own_scale[NG];
-#pragma unroll
-    for (int i = 0; i < NG; i++) {
-        const u32 words[4] = {given.v[i].x, given.v[i].y, given.v[i].z, given.v[i].w};
-        if (BF16_ROWS) {
-#pragma unroll
-            for (int j = 0; j < 4; j++) r.x[i][j % X_WORDS] = words[j];
-            continue;
-        }
-        codes[i][0] = words[0], codes[i][1] = words[1], own_scale[i] = given.s[i].x;
-        if (DOWN) {  // quantised here in groups of 32: the arithmetic of gemv.quantize_groups
-            float f[8], most = 0.f;
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                f[2 * j] = bf16_value(words[j] & 0xFFFF), f[2 * j + 1] = __uint_as_float(words[j] & 0xFFFF0000u);
-                most = fmaxf(most, fmaxf(fabsf(f[2 * j]), fabsf(f[2 * j + 1])));
-            }
-            most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-            most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-            const u32 bits = scale_bits(most);
-            const float inverse = inverse_of(bits);
-#pragma unroll
-            for (int j = 0; j < 2; j++)
-                codes[i][j] = e4m3_codes(f[4 * j] * inverse, f[4 * j + 1] * inverse, f[4 * j + 2] * inverse, f[4 * j + 3] * inverse);
-            own_scale[i] = __uint_as_float(bits);
-        }
-#if !FOLD
-        r.x[i][0] = codes[i][0], r.x[i][1] = codes[i][1];
-        const int si = BF16_ROWS ? 0 : i;
-        r.s[si][0] = DOWN ? __shfl_sync(~0u, own_scale[i], 8 * t) : given.s[i].x;
-        r.s[si][1] = DOWN ? __shfl_sync(~0u, own_scale[i], 8 * t + 4) : given.s[i].y;
-        if (FP4) r.s[si][0] *= 16384.f, r.s[si][1] *= 16384.f;
-#endif
-    }
-#if FOLD
-    fold(r, codes, own_scale, t);
-#endif
-}
-
-// ---- one group -----------------------------------------------------------------------------
-
-__device__ __forceinline__ void add_scaled(float (&acc)[4], const float (&c)[4], float top, float bottom, float s0, float s1) {
-    acc[0] += c[0] * (FOLD ? top : top * s0);
-    acc[1] += c[1] * (FOLD ? top : top * s1);
-    acc[2] += c[2] * (FOLD ? bottom : bottom * s0);
-    acc[3] += c[3] * (FOLD ? bottom : bottom * s1);
-}
-
-__device__ __forceinline__ void multiply_fp4(float (&acc)[2][4], uint4 q, u32 scales, const u32 (&x)[X_WORDS], float s0, float s1) {
-    const u32 b0 = FOLD ? x[0] : halves_of_e4m3(low16(x[0]));
-    const u32 b1 = FOLD ? x[1] : halves_of_e4m3(high16(x[0]));
-    const u32 b2 = FOLD ? x[2 % X_WORDS] : halves_of_e4m3(low16(x[1]));
-    const u32 b3 = FOLD ? x[3 % X_WORDS] : halves_of_e4m3(high16(x[1]));
-    u32 a[4];
-    float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};
-    unpack_e2m1(q.x, a);
-    multiply(c, a, b0, b1, BF16_ROWS);
-    unpack_e2m1(q.z, a);
-    multiply(d, a, b0, b1, BF16_ROWS);
-    unpack_e2m1(q.y, a);
-    multiply(c, a, b2, b3, BF16_ROWS);
-    unpack_e2m1(q.w, a);
-    multiply(d, a, b2, b3, BF16_ROWS);
-    add_scaled(acc[0], c, scale_of<0>(scales), scale_of<1>(scales), s0, s1);
-    add_scaled(acc[1], d, scale_of<2>(scales), scale_of<3>(scales), s0, s1);
-}
-
-// q: words (half, k step) of one block of 16 rows; a thread's bytes are 8 columns of two rows.
-__device__ __forceinline__ void multiply_fp8(float (&acc)[4], uint4 q, float scale, const u32 (&x)[X_WORDS], float s0, float s1) {
-    float c[4] = {0.f, 0.f, 0.f, 0.f};
-    u32 words[2][2] = {{q.x, q.z}, {q.y, q.w}};
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-        u32 a[4], b0, b1;
-        if (BF16_ROWS) {
-            a[0] = bf16s_of_e4m3(low16(words[k][0])), a[1] = bf16s_of_e4m3(low16(words[k][1]));
-            a[2] = bf16s_of_e4m3(high16(words[k][0])), a[3] = bf16s_of_e4m3(high16(words[k][1]));
-            b0 = x[2 * k % X_WORDS], b1 = x[(2 * k + 1) % X_WORDS];
-        } else {
-            a[0] = halves_of_e4m3(low16(words[k][0])), a[1] = halves_of_e4m3(low16(words[k][1]));
-            a[2] = halves_of_e4m3(high16(words[k][0])), a[3] = halves_of_e4m3(high16(words[k][1]));
-            b0 = halves_of_e4m3(low16(x[k])), b1 = halves_of_e4m3(high16(x[k]));
-        }
-        multiply(c, a, b0, b1, BF16_ROWS);
-    }
-    float f0 = scale * s0, f1 = scale * s1;
-    acc[0] += c[0] * f0;
-    acc[1] += c[1] * f1;
-    acc[2] += c[2] * f0;
-    acc[3] += c[3] * f1;
-}
+#include "stream_groups.cuh"
 
 // ---- results -------------------------------------------------------------------------------
 
@@ -275,12 +121,17 @@ struct Picks {
     int of[2];
     float weight[2];
 };
-__device__ __forceinline__ Picks load_picks(const Params& p, int row_tile, int place, int t) {
+__device__ __forceinline__ Picks load_picks(const Params& p, int row_tile, int outer, int t) {
     Picks k = {};
     if (!FP4) return k;
+    const int place = outer - SHARED;
 #pragma unroll
     for (int n = 0; n < 2; n++) {
         const int row = row_tile * 8 + 2 * t + n;
+        if (SHARED && place < 0) {  // rows of their own behind the picks
+            k.of[n] = p.rows * p.picks + row, k.weight[n] = 1.f;
+            continue;
+        }
         const int slot = p.slots[(row_tile * p.places + place) * 8 + 2 * t + n];
         k.of[n] = slot < 0 ? -1 : row * p.picks + slot;
         k.weight[n] = UP && slot >= 0 ? p.weights[k.of[n]] : 0.f;
@@ -331,7 +182,15 @@ __device__ __forceinline__ void finish(const Params& p, float (&sum)[2][4], int 
     for (int n = 0; n < 2; n++) {
         if (picks.of[n] < 0) continue;
         const u64 pick = picks.of[n];
-        if (UP) {  // tile 0 is the gate, tile 1 the up map, of channels 16 unit + 2 g (+ 1)
+        if (SHARED && part < SHARED) {  // half a unit: 8 channels of gate and up, or 16 rows
+            const u64 own = part * p.units + unit;
+            if (UP) {
+                const float a = swiglu(sum[0][n], sum[0][n + 2], picks.weight[n], p.limit);
+                ((u16*)p.y)[pick * p.units * 16 + own * 8 + g] = low16(pack_bf16(a, 0.f));
+            } else {
+                *(u32*)((u16*)p.y + pick * p.units * 32 + own * 16 + 2 * g) = pack_bf16(sum[0][n], sum[0][n + 2]);
+            }
+        } else if (UP) {  // tile 0 is the gate, tile 1 the up map, of channels 16 unit + 2 g (+ 1)
             float a = swiglu(sum[0][n], sum[1][n], picks.weight[n], p.limit);
             float b = swiglu(sum[0][n + 2], sum[1][n + 2], picks.weight[n], p.limit);
             *(u32*)((u16*)p.y + pick * p.units * 16 + unit * 16 + 2 * g) = pack_bf16(a, b);
@@ -345,8 +204,11 @@ __device__ __forceinline__ void finish(const Params& p, float (&sum)[2][4], int 
 // ---- the kernel ----------------------------------------------------------------------------
 
 struct Shared {
-    int experts[64];
+    int experts[64 + SHARED];
     int count;
+#if SHARED
+    alignas(8) u64 listed;
+#endif
     alignas(8) u64 full[2];
     alignas(8) u64 empty[2];
     alignas(16) float4 part[WK > 1 ? 2 : 1][WK > 1 ? WARPS : 1][2][32];
@@ -386,9 +248,27 @@ struct Step {
 struct Task {
     int outer, set;
     __device__ __forceinline__ void next(int sets) {
+#if CYCLIC
+        for (set += gridDim.x; set >= sets; outer++) set -= sets;
+#else
         if (++set == sets) set = 0, outer++;
+#endif
     }
 };
+
+__device__ __forceinline__ void read_list(Shared& sh, const Params& p, int row_tile, int lane) {
+    int count = 0;
+    for (int i = lane; i < 64; i += 32) {
+        int expert = i < p.places ? __ldcg(p.experts + row_tile * p.places + i) : -1;
+        sh.experts[SHARED + i] = expert;
+        count += __popc(__ballot_sync(~0u, expert >= 0));
+    }
+    if (lane == 0) sh.count = count;
+}
+// A warp has stored, or has read.
+__device__ __forceinline__ void arrive_warp(u64& barrier, int lane) {
+    if (EVERY_LANE || lane == 0) barrier_arrive(shared_address(&barrier));
+}
 
 #ifndef BULK
 extern "C" __global__ void __launch_bounds__(WARPS * 32 + (WK > 1 ? 32 : 0), WARPS <= 8 ? 2 : 1)
@@ -399,23 +279,19 @@ stream_kernel(const __grid_constant__ Params p) {
     Shared& sh = *(Shared*)raw;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, row_tile = blockIdx.y;
     const int sets = (p.units + WM - 1) / WM;
-    if (UP) dependency_wait();  // before the list is read
+    if (UP && !LATE_LIST) dependency_wait();  // before the list is read
     if (!FP4) launch_dependents();
     if (warp == 0) {
-        if (FP4) {
-            // Down: the list is older than the kernel before this one.
-            int count = 0;
-            for (int i = lane; i < 64; i += 32) {
-                int expert = i < p.places ? __ldcg(p.experts + row_tile * p.places + i) : -1;
-                sh.experts[i] = expert;
-                count += __popc(__ballot_sync(~0u, expert >= 0));
-            }
-            if (lane == 0) sh.count = count;
-        }
+        // Down: the list is older than the kernel before this one.
+        if (FP4 && !LATE_LIST) read_list(sh, p, row_tile, lane);
         if (lane < 2 && WK > 1) {
-            barrier_init(shared_address(&sh.full[lane]), WARPS);
-            barrier_init(shared_address(&sh.empty[lane]), 1);
+            barrier_init(shared_address(&sh.full[lane]), WARPS * (EVERY_LANE ? 32 : 1));
+            barrier_init(shared_address(&sh.empty[lane]), EVERY_LANE ? 32 : 1);
         }
+#if SHARED
+        if (lane < SHARED) sh.experts[lane] = p.shared + lane;
+        if (LATE_LIST && lane == 0) barrier_init(shared_address(&sh.listed), 1);
+#endif
 #ifdef BULK
         if (lane < DEPTH) {
             barrier_init(shared_address(&sh.ready[lane]), 1);
@@ -425,10 +301,27 @@ stream_kernel(const __grid_constant__ Params p) {
 #endif
     }
     __syncthreads();
-    const int tasks = (FP4 ? sh.count : SPLIT) * sets;
+#if CYCLIC
+    auto tasks_of = [&](int places) { return (int)((places * sets + gridDim.x - 1 - blockIdx.x) / gridDim.x); };
+    const int first_task = 0;
+    int end_task = tasks_of(LATE_LIST ? SHARED : sh.count);
+    Task k = {(int)blockIdx.x / sets, (int)blockIdx.x % sets};
+#else
+    const int tasks = (FP4 ? SHARED + sh.count : SPLIT) * sets;
     const int first_task = (int)((u64)tasks * blockIdx.x / gridDim.x);
     const int end_task = (int)((u64)tasks * (blockIdx.x + 1) / gridDim.x);
     Task k = {first_task / sets, first_task % sets};
+#endif
+    // Up with the shared expert: how many tasks there are is known with the list. Called before a
+    // task is compared with the last one.
+    bool listed = !LATE_LIST;
+    auto reach = [&](int task) {
+#if SHARED && CYCLIC
+        if (listed || task < end_task) return;
+        barrier_wait(shared_address(&sh.listed), 0);
+        end_task = tasks_of(SHARED + sh.count), listed = true;
+#endif
+    };
 
 #ifndef BULK
     if (warp == WARPS) {  // adds the warps' sums
@@ -436,7 +329,7 @@ stream_kernel(const __grid_constant__ Params p) {
     if (warp == PRODUCER) {  // copies what a step of all warps reads: it lies together
         if (lane == 0) {
             int slot = 0, turn = 0;
-            for (int task = first_task; task < end_task; task++, k.next(sets))
+            for (int task = first_task; reach(task), task < end_task; task++, k.next(sets))
                 for (int step = 0; step < STEPS; step++) {
                     const u32 ready = shared_address(&sh.ready[slot]), to = shared_address(sh.ring[slot]);
                     if (turn > 0) barrier_wait(shared_address(&sh.taken[slot]), turn - 1 & 1);
@@ -460,10 +353,17 @@ stream_kernel(const __grid_constant__ Params p) {
     if (WK > 1 && warp == WARPS) {  // adds the warps' sums
 #endif
         dependency_wait();
+#if SHARED
+        if (LATE_LIST) {
+            read_list(sh, p, row_tile, lane);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(shared_address(&sh.listed));
+        }
+#endif
         if (FP4) launch_dependents();
         Picks picks;
         int held = -1;
-        for (int task = first_task; task < end_task; task++, k.next(sets)) {
+        for (int task = first_task; reach(task), task < end_task; task++, k.next(sets)) {
             const int turn = task - first_task, slot = turn & 1;
             if (held != k.outer) picks = load_picks(p, row_tile, k.outer, lane & 3), held = k.outer;
             barrier_wait(shared_address(&sh.full[slot]), turn >> 1 & 1);
@@ -486,7 +386,7 @@ stream_kernel(const __grid_constant__ Params p) {
                     }
                 if (first + TOGETHER >= WM) {
                     __syncwarp();
-                    if (lane == 0) barrier_arrive(shared_address(&sh.empty[slot]));
+                    arrive_warp(sh.empty[slot], lane);
                 }
 #pragma unroll
                 for (int m = 0; m < TOGETHER; m++) {
@@ -533,10 +433,13 @@ stream_kernel(const __grid_constant__ Params p) {
     auto first_group = [&](const Task& k) { return FP4 ? wk : block_of(k) * p.groups + k.outer * WK * NG + wk; };
     // Rows are asked for before the rings are filled, or they would wait behind all these bytes; but
     // where the launch is early, they are not there yet.
+    reach(first_task);
     const bool some = first_task < end_task;
     RawRows raw_rows = {};
     if (UP || !p.early) {
-        dependency_wait();
+        // Up with the shared expert: the rows are older than the kernel before, the router, which
+        // lets this one start only after it has waited for them itself.
+        if (!LATE_LIST) dependency_wait();
         if (some) fetch_rows(raw_rows, p, row_tile, k.outer, first_group(k), g, t);
     }
     // Dense: one byte a group; thread i keeps that of group i.
@@ -549,7 +452,7 @@ stream_kernel(const __grid_constant__ Params p) {
     u64 from = 0;
 #pragma unroll
     for (int d = 0; d < DEPTH; d++) {
-        if (d && d % STEPS == 0) ahead++, k_ahead.next(sets);
+        if (d && d % STEPS == 0) ahead++, k_ahead.next(sets), reach(ahead);
         if (ahead < end_task) {
             if (d % STEPS == 0) {
                 from = start(k_ahead);
@@ -564,7 +467,8 @@ stream_kernel(const __grid_constant__ Params p) {
         dependency_wait();
         if (some) fetch_rows(raw_rows, p, row_tile, k.outer, first_group(k), g, t);
     }
-    if (FP4) launch_dependents();
+    // Not before the list is there: the down product reads it before it waits.
+    if (FP4 && !LATE_LIST) launch_dependents();
 
     Rows rows;
     Picks picks;
@@ -590,7 +494,7 @@ stream_kernel(const __grid_constant__ Params p) {
     };
     if (some) take();
 #endif
-    for (int task = first_task; task < end_task; task++, k.next(sets)) {
+    for (int task = first_task; reach(task), task < end_task; task++, k.next(sets)) {
         const int turn = task - first_task, slot = turn & 1;
         if (held != rows_of(k)) {
             fetch_rows(raw_rows, p, row_tile, k.outer, first_group(k), g, t);
@@ -614,7 +518,7 @@ stream_kernel(const __grid_constant__ Params p) {
             const Step now = next;
 #ifndef BULK
             const int step_ahead = (step + DEPTH) % STEPS;
-            if (step_ahead == 0 && ++ahead < end_task) k_ahead.next(sets), from = start(k_ahead);
+            if (step_ahead == 0 && (++ahead, reach(ahead), ahead < end_task)) k_ahead.next(sets), from = start(k_ahead);
             if (ahead < end_task) {
                 copy_step(from, ring_at, step_ahead);
                 if (step_ahead == 0) copy_scales(from, (step + DEPTH) / STEPS == 1 ? scales_next : scales_later);
@@ -629,13 +533,15 @@ stream_kernel(const __grid_constant__ Params p) {
                 next.load(ring_at, scales_next + g * 4);
             }
 #else
-            if (step + 1 < STEPS || task + 1 < end_task) take();
+            if (step + 1 < STEPS || (reach(task + 1), task + 1 < end_task)) take();
 #endif
 #pragma unroll
             for (int j = 0; j < ST; j++) {
                 const int i = step * ST + j, si = BF16_ROWS || FOLD ? 0 : i;
                 const float s0 = BF16_ROWS ? 1.f : rows.s[si][0], s1 = BF16_ROWS ? 1.f : rows.s[si][1];
-                if (FP4) {
+                if (SHARED && k.outer < SHARED) {
+                    multiply_half(acc[0], now.codes[j][0], now.scales[j], rows.x[i], s0, s1);
+                } else if (FP4) {
                     multiply_fp4(acc, now.codes[j][0], now.scales[j], rows.x[i], s0, s1);
                 } else {
                     const float scale = __uint_as_float(__shfl_sync(~0u, byte_now, i) << 23);
@@ -658,7 +564,7 @@ stream_kernel(const __grid_constant__ Params p) {
             sh.part[slot][warp][0][lane] = make_float4(acc[0][0], acc[0][1], acc[0][2], acc[0][3]);
             sh.part[slot][warp][1][lane] = make_float4(acc[1][0], acc[1][1], acc[1][2], acc[1][3]);
             __syncwarp();
-            if (lane == 0) barrier_arrive(shared_address(&sh.full[slot]));
+            arrive_warp(sh.full[slot], lane);
         } else if (k.set * WM + wm < p.units) {
             if (held_picks != k.outer) picks = load_picks(p, row_tile, k.outer, t), held_picks = k.outer;
             finish(p, acc, row_tile, k.set * WM + wm, k.outer, picks, lane);

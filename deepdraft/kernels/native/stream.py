@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deepdraft.errors import ConfigError
-from deepdraft.kernels.native import build
+from deepdraft.kernels.native import build, trials
 from deepdraft.kernels.native.fragments import (
     Streamed,
     StreamPlan,
@@ -40,6 +40,7 @@ class _Params(ctypes.Structure):
         *((n, ctypes.c_int) for n in ("picks", "places")),
         ("limit", ctypes.c_float),
         ("early", ctypes.c_int),
+        ("shared", ctypes.c_int),
     )
 
 
@@ -100,14 +101,20 @@ def available(device: torch.device) -> bool:
     return True
 
 
-def macros(kind: int, plan: StreamPlan, output: int) -> dict[str, int]:
-    """Macros of one variant of stream.cu."""
-    bulk = {"BULK": 1} if plan.bulk else {}
+def macros(kind: int, plan: StreamPlan, output: int, *, shared: bool = False) -> dict[str, int]:
+    """Macros of one variant of stream.cu. `shared`: the shared expert is in the grid."""
+    more = {"BULK": 1} if plan.bulk else {}
+    if kind == UP and (shared or trials.on("cyclic")):
+        more["CYCLIC"] = 1
+    if shared:
+        more["SHARED"] = 2
+    if trials.on("lanes"):
+        more["EVERY_LANE"] = 1
     return {
-        **bulk, "KIND": kind, "NG": plan.groups, "ST": plan.step, "WK": plan.across,
+        **more, "KIND": kind, "NG": plan.groups, "ST": plan.step, "WK": plan.across,
         "WM": plan.down,
         "SPLIT": plan.split, "DEPTH": plan.depth, "FOLD": plan.fold, "OUT": output,
-        "SHARED_BYTES": shared_bytes(kind, plan),
+        "SHARED_BYTES": shared_bytes(kind, plan) + (32 if shared else 0),
     }  # fmt: skip
 
 
@@ -128,10 +135,16 @@ def threads(plan: StreamPlan) -> int:
     return 32 * (plan.warps + (plan.across > 1) + plan.bulk)
 
 
+def _kernel(
+    device: torch.device, kind: int, plan: StreamPlan, output: int, *, shared: bool = False
+) -> build.Kernel:
+    made = macros(kind, plan, output, shared=shared)
+    return _loaded(device, tuple(made.items()), threads(plan))
+
+
 @functools.cache
-def _kernel(device: torch.device, kind: int, plan: StreamPlan, output: int) -> build.Kernel:
-    made = macros(kind, plan, output)
-    return build.Kernel.load(device, "stream.cu", "stream_kernel", made, threads=threads(plan))
+def _loaded(device: torch.device, made: tuple[tuple[str, int], ...], count: int) -> build.Kernel:
+    return build.Kernel.load(device, "stream.cu", "stream_kernel", dict(made), threads=count)
 
 
 @functools.cache
@@ -151,16 +164,17 @@ def _checked(*tensors: Tensor) -> torch.device:
 
 
 def _launch(
-    device: torch.device, kind: int, w: Streamed, output: int, row_tiles: int, **fields: object
-) -> None:
+    device: torch.device, kind: int, w: Streamed, output: int, row_tiles: int, *,
+    shared: bool = False, **fields: object
+) -> None:  # fmt: skip
     programmatic = programmatic_launch()
     params = _Params(
-        early=programmatic,
+        shared=w.values.shape[0] - 2 if shared else 0, early=programmatic,
         w=w.values.data_ptr(), ws=w.scales.data_ptr(), groups=w.cols // 32,
         units=w.rows // 32, arrive=w.arrivals.data_ptr(),
         **{k: v.data_ptr() if isinstance(v, Tensor) else v for k, v in fields.items()},
     )  # fmt: skip
-    kernel = _kernel(device, kind, w.plan, output)
+    kernel = _kernel(device, kind, w.plan, output, shared=shared)
     grid = _multiprocessors(device) * w.plan.blocks, row_tiles
     kernel.launch(grid, params, programmatic=programmatic)
 
@@ -203,28 +217,36 @@ def gemv(
 
 def routed_up(
     codes: Tensor, scales: Tensor, experts: Tensor, slots: Tensor, weights: Tensor, w13: Streamed,
-    *, limit: float,
+    *, limit: float, shared: bool = False,
 ) -> Tensor:  # fmt: skip
     """FP8 rows [R, D] through the up half of their picked experts: bfloat16 [R * K, F], not yet
-    quantised (`routed_down` does it). Rows of picks that are -1 are left as they were."""
+    quantised (`routed_down` does it). Rows of picks that are -1 are left as they were.
+
+    `shared`: [R * K + R, F], the shared expert's activations behind the picks'. Under programmatic
+    launch codes and scales must be older than the kernel launched before this one."""
     device = _checked(codes, scales, experts, slots, weights, w13.values)
     rows, k = weights.shape
-    y = torch.empty(rows * k, w13.rows // 2, dtype=torch.bfloat16, device=device)
+    count = rows * (k + shared)
+    y = torch.empty(count, w13.rows // 2, dtype=torch.bfloat16, device=device)
     _launch(
         device, UP, w13, 0, rows // ROW_TILE, x=codes, xs=scales, y=y, experts=experts,
         slots=slots, weights=weights, rows=rows, x_width=w13.cols, picks=k,
-        places=experts.shape[1], limit=limit,
+        places=experts.shape[1], limit=limit, shared=shared,
     )  # fmt: skip
     return y
 
 
-def routed_down(h: Tensor, experts: Tensor, slots: Tensor, w2: Streamed, *, picks: int) -> Tensor:
-    """h bfloat16 [R * K, F], quantised on the way, through the down half: bfloat16 [R, K, D]."""
+def routed_down(
+    h: Tensor, experts: Tensor, slots: Tensor, w2: Streamed, *, picks: int, shared: bool = False
+) -> Tensor:
+    """h bfloat16 [R * K, F], quantised on the way, through the down half: bfloat16 [R * K, D].
+
+    `shared`: h [R * K + R, F] and [R * K + R, D], the shared expert's rows behind the picks'."""
     device = _checked(h, experts, slots, w2.values)
-    rows = h.shape[0] // picks
-    y = torch.empty(rows, picks, w2.rows, dtype=torch.bfloat16, device=device)
+    rows = h.shape[0] // (picks + shared)
+    y = torch.empty(h.shape[0], w2.rows, dtype=torch.bfloat16, device=device)
     _launch(
         device, DOWN, w2, 0, rows // ROW_TILE, x=h, y=y, experts=experts, slots=slots, rows=rows,
-        x_width=w2.cols, picks=picks, places=experts.shape[1],
+        x_width=w2.cols, picks=picks, places=experts.shape[1], shared=shared,
     )  # fmt: skip
     return y

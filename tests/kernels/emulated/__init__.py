@@ -25,7 +25,8 @@ class Emulated:
 
     def __init__(self, macros, threads):
         self.threads = threads
-        target = Path(_folder.name) / ("_".join(map(str, macros.values())) + ".so")
+        name = "_".join(f"{k}{v}" for k, v in macros.items())
+        target = Path(_folder.name) / f"{name}.so"
         flags = [f"-D{k}={v}" for k, v in macros.items()]
         source = f'-DSOURCE="{build.SOURCES / "stream.cu"}"'
         command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-w", source, *flags]
@@ -37,8 +38,8 @@ class Emulated:
 
 
 @functools.cache
-def _kernel(device, kind, plan, output):
-    return Emulated(stream.macros(kind, plan, output), stream.threads(plan))
+def _loaded(device, made, count):
+    return Emulated(dict(made), count)
 
 
 def on_cpu(test):
@@ -49,7 +50,7 @@ def on_cpu(test):
     @functools.wraps(test)
     def run(*args, **kwargs):
         with (
-            mock.patch.object(stream, "_kernel", _kernel),
+            mock.patch.object(stream, "_loaded", _loaded),
             mock.patch.object(stream, "_multiprocessors", lambda device: _BLOCKS),
             mock.patch.object(stream, "_checked", lambda *tensors: tensors[0].device),
         ):
