@@ -9,7 +9,8 @@ both, everything else works on planes and positions.
 
 Pools of floating dtype hold dequantised rows. On the published grids (numerics qsim, quant) a row
 packs into its record without loss; every packed row is unpacked again and compared, so a row off
-the grid is refused instead of rounded. Pools of uint8 hold records and are only re-ordered.
+the grid is refused instead of rounded. Pools of uint8 hold records and are only re-ordered, on
+the device where they lie (`records`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from deepdraft.errors import StateError
+from deepdraft.kv import records as pools
 from deepdraft.kv.errors import SnapshotError
 from deepdraft.kv.layout import (
     Layout,
@@ -100,7 +102,7 @@ def _small_scale_records(x: Tensor, record: Tensor) -> Tensor:
 
 
 def encode_rows(rows: Tensor, row_format: RowFormat) -> tuple[Bytes, Bytes]:
-    """Rows [n, width] (or records [n, bytes] uint8) -> data [n, d] and scales [n, s] bytes.
+    """Rows [n, width] -> data [n, d] and scales [n, s] bytes.
 
     Raises SnapshotError when the format cannot hold the rows exactly.
     """
@@ -112,16 +114,13 @@ def encode_rows(rows: Tensor, row_format: RowFormat) -> tuple[Bytes, Bytes]:
         raw = rows.contiguous().cpu().view(torch.uint8).numpy()
         return raw, raw[:, :0]
     pack, unpack = _PACK[row_format]
-    if rows.dtype == torch.uint8:
-        record = rows
-    else:
-        record = pack(rows)
+    record = pack(rows)
+    back = unpack(record, rows.dtype)
+    if row_format == "fp4_e4m3_group16" and not torch.equal(back, rows):
+        record = _small_scale_records(rows, record)
         back = unpack(record, rows.dtype)
-        if row_format == "fp4_e4m3_group16" and not torch.equal(back, rows):
-            record = _small_scale_records(rows, record)
-            back = unpack(record, rows.dtype)
-        if not torch.equal(_bits(back), _bits(rows)):
-            raise SnapshotError(f"rows do not lie on the grid of {row_format}: nothing was stored")
+    if not torch.equal(_bits(back), _bits(rows)):
+        raise SnapshotError(f"rows do not lie on the grid of {row_format}: nothing was stored")
     raw = record.contiguous().cpu().numpy()
     groups = 16 if row_format == "fp4_e4m3_group16" else 32
     per_group = 32 if row_format == "fp8_group32" else groups // 2
@@ -130,13 +129,13 @@ def encode_rows(rows: Tensor, row_format: RowFormat) -> tuple[Bytes, Bytes]:
 
 
 def decode_rows(data: Bytes, scales: Bytes, row_format: RowFormat, dtype: torch.dtype) -> Tensor:
-    """Inverse of `encode_rows`, for a pool of `dtype` (uint8: records)."""
+    """Inverse of `encode_rows`, for a pool of `dtype`."""
     if row_format in ("f32", "f64"):
         if _FLOAT.get(dtype) != row_format:
             raise SnapshotError(f"the layout stores {row_format}, the pool holds {dtype}")
         return torch.from_numpy(np.array(data, copy=True)).view(dtype)
     record = torch.from_numpy(np.concatenate((data, scales), axis=1))
-    return record if dtype == torch.uint8 else _PACK[row_format][1](record, dtype)
+    return _PACK[row_format][1](record, dtype)
 
 
 # ---- where rows lie ------------------------------------------------------------------------
@@ -199,6 +198,9 @@ def capture_blocks(layout: Layout, state: State, first: int, out: Bytes) -> None
 
     Places beyond the sequence's entries become zero.
     """
+    if pools.holds_records(state):
+        pools.capture_blocks(layout, state, first, out)
+        return
     blocks = out.reshape(-1, layout.block_bytes)
     count = blocks.shape[0]
     for plane, data_at, scale_at in layout.offsets():
@@ -221,6 +223,9 @@ def restore_blocks(
     layout: Layout, state: State, first: int, source: Bytes, num_tokens: int
 ) -> None:
     """Whole blocks first, first + 1, ... into the pool, up to the entries of `num_tokens`."""
+    if pools.holds_records(state):
+        pools.restore_blocks(layout, state, first, source, num_tokens)
+        return
     blocks = source.reshape(-1, layout.block_bytes)
     count = blocks.shape[0]
     for plane, data_at, scale_at in layout.offsets():
@@ -308,6 +313,9 @@ def _pieces(
 def capture_checkpoint(layout: Layout, state: State, info: Checkpoint, out: Bytes) -> None:
     """The bytes of a checkpoint into `out` (`layout.checkpoint_bytes` of them)."""
     pool = state.pool
+    if pools.holds_records(state):
+        pools.capture_checkpoint(layout, state, info.spans, info.pending, out)
+        return
     for plane, layer, span, at, scale_at, end in _pieces(layout, info):
         rows = _plane_rows(pool, plane, layer).index_select(0, _ring_rows(state, plane, span))
         data, scales = encode_rows(rows, plane.format)
@@ -318,6 +326,9 @@ def capture_checkpoint(layout: Layout, state: State, info: Checkpoint, out: Byte
 def restore_checkpoint(layout: Layout, state: State, info: Checkpoint, source: Bytes) -> None:
     """Window and compressor rows of a checkpoint into the pool; counters are not touched."""
     pool = state.pool
+    if pools.holds_records(state):
+        pools.restore_checkpoint(layout, state, info.spans, info.pending, source)
+        return
     for plane, layer, span, at, scale_at, end in _pieces(layout, info):
         n = len(span)
         data = source[at:scale_at].reshape(n, -1)
