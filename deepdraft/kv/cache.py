@@ -25,6 +25,7 @@ from deepdraft.kv import codec
 from deepdraft.kv.codec import Checkpoint, Pool, State
 from deepdraft.kv.errors import SnapshotError, StoreFull
 from deepdraft.kv.layout import Layout
+from deepdraft.kv.placement import Pinned, nearest_nodes
 from deepdraft.kv.plan import (
     Mode,
     Plan,
@@ -84,9 +85,14 @@ class KvCache:
         self.drafter, self.rebuilder = drafter, rebuilder
         self.geometry = codec.geometry_of(pool)
         self.chunk_bytes = self.settings.chunk_blocks * layout.block_bytes
+        device = pool.window.device
         slab = Slab(
-            slot_bytes=self.chunk_bytes, num_slots=max_bytes // self.chunk_bytes, as_file=shared
+            slot_bytes=self.chunk_bytes,
+            num_slots=max_bytes // self.chunk_bytes,
+            as_file=shared,
+            nodes=nearest_nodes(device),
         )
+        self._pinned = Pinned(slab.array) if device.type == "cuda" else None
         self.memory = Store(slab, self.settings, on_drop=self._dropped)
         self.lock = self.memory.lock
         self.index = {
@@ -312,7 +318,7 @@ class KvCache:
             return None
         chunks, at = [], 0
         for slot, length in zip(slots, sizes, strict=True):
-            self.memory.slab.view(slot, length)[:] = data[at : at + length]
+            self.memory.room(slot, length)[:] = data[at : at + length]
             chunks.append(self.memory.chunk(slot, length))
             at += length
         self.memory.hold(chunks)
@@ -442,7 +448,7 @@ class KvCache:
                 chunk = self.memory.chunk(
                     slots[-1], length, keys[number] if number < len(keys) else None
                 )
-                data = self.memory.slab.view(chunk.slot, length)
+                data = self.memory.room(chunk.slot, length)
                 codec.capture_blocks(layout, state, number * per, data)
                 slots.pop()
                 self.memory.hold([chunk])
@@ -558,6 +564,8 @@ class KvCache:
             for entry in entries:
                 if entry.state is EntryState.SEALED:
                     self._spill(entry)
+        if self._pinned is not None:
+            self._pinned.close()
 
     # ---- books -----------------------------------------------------------------------------
 

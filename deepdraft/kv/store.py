@@ -178,6 +178,12 @@ class Store:
 
     # ---- writing ---------------------------------------------------------------------------
 
+    def room(self, slot: int, length: int) -> np.ndarray:
+        """The first bytes of a reserved slot, uint8, to be written. What an earlier owner left
+        behind them becomes zero, so that nothing of it can ever be read."""
+        assert slot in self._reserved, f"{slot=} is not reserved"
+        return self.slab.room(slot, length)
+
     def chunk(self, slot: int, length: int, key: bytes | None = None) -> Chunk:
         """A chunk in a reserved slot, to be written and then given to `add`."""
         assert 0 < length <= self.slab.slot_bytes, f"{length=}"
