@@ -31,9 +31,9 @@ from deepdraft.kv.codec import Checkpoint
 from deepdraft.kv.directory import Record
 from deepdraft.kv.fetch import Fetcher, Peer
 from deepdraft.kv.layout import Layout, Span
-from deepdraft.kv.settings import StoreSettings
+from deepdraft.kv.settings import StoreSettings, TransferSettings
 from deepdraft.kv.store import CheckpointData
-from deepdraft.kv.transfer import Exporter, TransferSettings
+from deepdraft.kv.transfer import Exporter
 from deepdraft.models.state import StatePool
 from deepdraft.proof.bench import provenance
 
@@ -79,7 +79,7 @@ def fill(cache: KvCache, token_ids: list[int]) -> int:
     slots = memory.reserve(len(sizes) + 1)
     chunks = []
     for slot, length in zip(slots, [*sizes, size], strict=True):
-        memory.slab.view(slot, length)[:] = rng.integers(0, 0x30, length, dtype=np.uint8)
+        memory.room(slot, length)[:] = rng.integers(0, 0x30, length, dtype=np.uint8)
         chunks.append(memory.chunk(slot, length))
     memory.hold(chunks)
     checkpoint = CheckpointData(info, chunks[-1:])

@@ -355,11 +355,14 @@ class FleetConfig:
     """This server's directory of `deepdraft kv init-fleet`; None: plain TCP."""
     fetch: FetchRule = "auto"
     """Whether a peer's cache is fetched: where measurements say that it pays, always, or never."""
+    nixl: str | None = None
+    """The interpreter of an environment with NIXL, whose sidecar brings chunks by RDMA from peers
+    that have one too; None: TCP."""
     hurry: float = 1.0
     """Leases, deadlines and back-off are shorter by this factor: for tests."""
 
     def __post_init__(self) -> None:
-        for name in ("directory", "name", "advertise", "files"):
+        for name in ("directory", "name", "advertise", "files", "nixl"):
             value = getattr(self, name)
             ok = value is None or (isinstance(value, str) and bool(value))
             _require(ok, f"fleet.{name}", "..." if name == "directory" else value, "a text")

@@ -96,6 +96,12 @@ ENVIRONMENTS = {
             imports=("numpy", "tritonclient.grpc", "tritonclient.http"),
         ),
         Environment(
+            name="nixl",
+            engine="nixl-cu13",
+            megabytes=330,
+            imports=("numpy", "nixl_cu13._api"),
+        ),
+        Environment(
             name="vllm-cpu",
             engine="vllm-cpu",
             megabytes=2300,

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-_ENVIRONMENTS = ("triton", "vllm-cpu", "lmdeploy", "vllm")
+_ENVIRONMENTS = ("triton", "nixl", "vllm-cpu", "lmdeploy", "vllm")
 
 
 def _said(text: str) -> None:

@@ -142,6 +142,12 @@ def fleet_options(command: Decorated) -> Decorated:
             "--kv-files", metavar="DIR", help="This server's files of `kv init-fleet` [plain TCP]."
         ),
         click.option(
+            "--kv-nixl",
+            metavar="PYTHON",
+            help="Chunks come by RDMA, from a sidecar that this interpreter runs; `env`: that of "
+            "`deepdraft env create nixl` [TCP].",
+        ),
+        click.option(
             "--kv-fetch",
             type=click.Choice(get_args(FetchRule)),
             help="Whether a peer's cache is fetched [auto: where it pays].",
@@ -162,8 +168,13 @@ def fleet_options(command: Decorated) -> Decorated:
 
 def fleet_settings(flags: dict[str, Any]) -> dict[str, Any]:
     """Settings of the fleet from the flags of `fleet_options`."""
-    names = ("directory", "name", "listen", "advertise", "files", "fetch")
-    return {name: flags[f"kv_{name}"] for name in names}
+    names = ("directory", "name", "listen", "advertise", "files", "fetch", "nixl")
+    settings = {name: flags[f"kv_{name}"] for name in names}
+    if settings["nixl"] == "env":
+        from deepdraft.adapters.environments import ready
+
+        settings["nixl"] = str(ready("nixl").python)
+    return settings
 
 
 def sampling_options(command: Decorated) -> Decorated:

@@ -20,9 +20,9 @@ from deepdraft.kv.codec import layout_of
 from deepdraft.kv.directory import RedisDirectory
 from deepdraft.kv.fleet import Fleet
 from deepdraft.kv.fleet_files import load_fleet
-from deepdraft.kv.settings import StoreSettings
+from deepdraft.kv.settings import StoreSettings, TransferSettings
+from deepdraft.kv.sidecar import Sidecar
 from deepdraft.kv.snapshot import fingerprint
-from deepdraft.kv.transfer import TransferSettings
 from deepdraft.models.state import StatePool
 from deepdraft.telemetry import Counters, logger
 from deepdraft.types import CacheUse, FinishReason
@@ -110,15 +110,21 @@ def _join_fleet(cache: KvCache, options: FleetConfig) -> Fleet:
     space = f"{options.namespace}.{cache.expected.hex()[:16]}"
     RedisDirectory.connect(url, space)  # a wrong address is told now
     host, port = options.address()
+    name = options.name or socket.gethostname()
+    settings = TransferSettings().hurried(options.hurry)
+    sidecar = None
+    if options.nixl is not None:
+        sidecar = Sidecar(cache.memory.slab, options.nixl, name=name, settings=settings)
     fleet = Fleet(
         cache,
         lambda: RedisDirectory.connect(url, space),
-        name=options.name or socket.gethostname(),
+        name=name,
         rule=options.fetch,
         server_tls=None if files is None else files.server_tls,
         client_tls=None if files is None else files.client_tls,
         fleet_key=None if files is None else files.manifest_key,
-        settings=TransferSettings().hurried(options.hurry),
+        settings=settings,
+        sidecar=sidecar,
     )
     fleet.start(host, port, options.advertise)
     logger.info("conversations are shared as %s", fleet.owner)

@@ -3,8 +3,8 @@
 Owns: what is asked for, the check of every byte before it counts, deadlines and back-off.
 Knows nothing of: the directory, sessions, whether a fetch pays (it asks).
 
-Only this process writes to the destination, so a failed fetch frees it at once; transports where
-the peer writes (RDMA) must quarantine it.
+Over TCP only this process writes to the destination, so a failed fetch frees it at once. What a
+sidecar may still write to is quarantined until it cannot.
 """
 
 from __future__ import annotations
@@ -12,19 +12,15 @@ from __future__ import annotations
 import dataclasses
 import hmac
 import logging
-import queue
 import secrets
 import ssl
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 import numpy as np
-from blake3 import blake3
 
 from deepdraft.kv import wire
 from deepdraft.kv.adopt import adopt, known_chunks
@@ -32,9 +28,12 @@ from deepdraft.kv.cache import KvCache
 from deepdraft.kv.directory import Record
 from deepdraft.kv.errors import SnapshotError, StoreFull
 from deepdraft.kv.prefix import common_prefix, token_array, token_bytes
-from deepdraft.kv.snapshot import ChunkRef, Manifest, decode_manifest
+from deepdraft.kv.settings import TransferSettings
+from deepdraft.kv.sidecar import NixlTransport, Sidecar
+from deepdraft.kv.snapshot import Manifest, decode_manifest
 from deepdraft.kv.store import Chunk
-from deepdraft.kv.transfer import TransferSettings, authenticate, check_address
+from deepdraft.kv.transfer import authenticate, check_address
+from deepdraft.kv.transport import Piece, Reading, TcpTransport, Transport
 from deepdraft.telemetry import Counters
 
 logger = logging.getLogger(__name__)
@@ -51,12 +50,6 @@ Outcome = Literal[
     "full",
     "backoff",
 ]
-WINDOW = 2
-"""Chunks asked for ahead on one connection."""
-PART_BYTES = 1 << 20
-"""Of a chunk that is handed to the checking thread, so that little is left to check at the end."""
-CHUNKS_PER_LINK = 4
-"""A further connection pays from so many chunks on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +89,15 @@ class Fetcher:
         settings: TransferSettings | None = None,
         worth_it: Callable[[Manifest, np.ndarray], bool] = lambda wanted, tokens: True,
         clock: Callable[[], float] = time.monotonic,
+        sidecar: Sidecar | None = None,
+        wrap: Callable[[Transport], Transport] = lambda transport: transport,
     ) -> None:
-        """`worth_it(wanted, token_ids)`: fetching these chunks beats computing their tokens."""
+        """`worth_it(wanted, token_ids)`: fetching these chunks beats computing their tokens.
+        `sidecar`: reads by RDMA from peers that have one too. `wrap` is for tests that let a
+        transport fail."""
         self.cache, self.tls, self.fleet_key = cache, tls, fleet_key
         self.clock, self.worth_it = clock, worth_it
+        self.sidecar, self.wrap = sidecar, wrap
         self.settings = settings or TransferSettings()
         self.counters = Counters()
         self._backoff: dict[Peer, float] = {}
@@ -180,12 +178,28 @@ class Fetcher:
                 raise _Refused("miss")
             if not self.worth_it(wanted, tokens):
                 raise _Refused("too_slow")
-            return self._take(peer, link, opened.token, wanted, indices)
+            transport = self.wrap(self._transport(peer, link, opened.token, manifest))
+            return self._take(link, transport, wanted, indices)
         finally:
             link.close()
 
+    def _transport(
+        self, peer: Peer, link: wire.Link, token: bytes, manifest: Manifest
+    ) -> Transport:
+        """By sidecars where both have one now, else over connections like this one."""
+        if self.sidecar is not None and self.sidecar.export is not None:
+            link.send(wire.Locate())
+            located = link.reply()
+            if isinstance(located, wire.Located):
+                if len(located.addresses) != len(manifest.all_chunks()):
+                    raise SnapshotError("the peer named other addresses than its chunks have")
+                return NixlTransport(self.settings, link, self.sidecar, located)
+            if not isinstance(located, wire.Refused):
+                raise SnapshotError("the peer answered something else than was asked")
+        return TcpTransport(self.settings, link, lambda: self._join(peer, token))
+
     def _take(
-        self, peer: Peer, link: wire.Link, token: bytes, wanted: Manifest, indices: list[int]
+        self, link: wire.Link, transport: Transport, wanted: Manifest, indices: list[int]
     ) -> Fetched:
         memory = self.cache.memory
         refs = wanted.all_chunks()
@@ -200,11 +214,11 @@ class Fetcher:
             free = iter(slots)
             parts = [part if isinstance(part, Chunk) else next(free) for part in parts]
             work = [
-                _Piece(index, ref, memory.slab.view(part, ref.length).data)
+                Piece(index, ref, part, memory.room(part, ref.length).data)
                 for index, ref, part in zip(indices, refs, parts, strict=True)
                 if not isinstance(part, Chunk)
             ]
-            _Reading(self.settings, link, lambda: self._join(peer, token), work).run()
+            Reading(transport, work, deadline_s=self.settings.deadline_s).run()
             closed = _ask(link, wire.Close())
             if not isinstance(closed, wire.Closed) or not closed.valid:
                 raise SnapshotError("the peer's lease did not hold while it was read")
@@ -213,8 +227,22 @@ class Fetcher:
             read = sum(len(piece.into) for piece in work)
             return Fetched("hit", entry, wanted.num_tokens, read)
         finally:
-            memory.unreserve(slots)
+            memory.unreserve(self._hold_back(transport, slots))
             memory.let_go(known)
+
+    def _hold_back(self, transport: Transport, slots: list[int]) -> list[int]:
+        """What may be freed after a failure; where a transfer may still write is quarantined."""
+        memory = self.cache.memory
+        free = set(slots)
+        for pending in transport.unsettled() if free else ():
+            slot = pending.slot
+            free.discard(slot)
+            memory.quarantine([slot])
+            pending.when_settled(lambda slot=slot: memory.release_quarantine([slot]))  # type: ignore[misc]
+        if memory.quarantine_full and self.sidecar is not None:
+            logger.warning("too much KV memory is quarantined: the sidecar is started anew")
+            self.sidecar.restart()
+        return sorted(free)
 
     def _join(self, peer: Peer, token: bytes) -> wire.Link:
         link = self._connect(peer)
@@ -233,130 +261,6 @@ def _ask(link: wire.Link, message: wire.Request) -> wire.Reply:
     while isinstance(reply := link.reply(), wire.Renewed):
         pass  # of an earlier renewal
     return reply
-
-
-@dataclass(slots=True)
-class _Piece:
-    """A chunk, its number in the peer's order, where it goes, and its digest so far."""
-
-    index: int
-    ref: ChunkRef
-    into: memoryview
-    hash: blake3 = field(default_factory=blake3)
-
-
-class _Reading:
-    """All chunks of a fetch over one or more connections, each verified in a thread beside."""
-
-    def __init__(
-        self,
-        settings: TransferSettings,
-        first: wire.Link,
-        join: Callable[[], wire.Link],
-        work: list[_Piece],
-    ) -> None:
-        self.settings, self.first, self.join = settings, first, join
-        self.work = deque(work)
-        self.unverified = len(work)
-        more = min(settings.connections, len(work) // CHUNKS_PER_LINK) - 1
-        self.num_more = max(0, more)
-        self.arrived: queue.SimpleQueue[tuple[_Piece, int] | None] = queue.SimpleQueue()
-        self.links = [first]
-        self.lock = threading.Lock()
-        self.error: Exception | None = None
-        self.renewed = time.monotonic()
-
-    def run(self) -> None:
-        """Returns when all bytes are there and right, else raises what went wrong first."""
-        end = time.monotonic() + self.settings.deadline_s
-        readers = [self._thread(self._read_first)]
-        readers += [self._thread(self._read_more) for _ in range(self.num_more)]
-        checker = self._thread(self._check)
-        for thread in readers:
-            thread.join(max(0.0, end - time.monotonic()))
-            if thread.is_alive():
-                self._fail(TimeoutError("the fetch took longer than its deadline"))
-        for thread in readers:
-            thread.join()  # an aborted connection lets nobody wait
-        self.arrived.put(None)
-        checker.join()
-        for link in self.links[1:]:
-            link.close()
-        if self.error is not None:
-            raise self.error
-        assert not self.unverified, f"{self.unverified} chunks were not read and verified"
-
-    def _thread(self, target: Callable[[], None]) -> threading.Thread:
-        def run() -> None:
-            try:
-                target()
-            except Exception as error:
-                self._fail(error)
-
-        thread = threading.Thread(target=run, name="deepdraft-kv-fetch", daemon=True)
-        thread.start()
-        return thread
-
-    def _fail(self, error: Exception) -> None:
-        """The first error counts; the others are what ending every connection looks like."""
-        with self.lock:
-            self.error = self.error or error
-            self.work.clear()
-            links = list(self.links)
-        for link in links:
-            link.abort()
-
-    def _read_first(self) -> None:
-        self._read(self.first, renew=True)
-
-    def _read_more(self) -> None:
-        try:
-            link = self.join()
-        except (OSError, SnapshotError):
-            return  # the first connection reads everything, or says what is wrong
-        with self.lock:
-            self.links.append(link)
-            failed = self.error is not None
-        if failed:
-            link.abort()
-        else:
-            self._read(link, renew=False)
-
-    def _read(self, link: wire.Link, *, renew: bool) -> None:
-        asked: deque[_Piece] = deque()
-        while True:
-            while len(asked) < WINDOW and (piece := self._next()) is not None:
-                link.send(wire.Read(piece.index))
-                asked.append(piece)
-            if not asked:
-                return
-            piece = asked.popleft()
-            while isinstance(reply := link.reply(), wire.Renewed):
-                pass
-            if isinstance(reply, wire.Refused):
-                raise SnapshotError(f"the peer stopped: {reply.reason[:20]}")
-            if reply != wire.Data(piece.index, len(piece.into)):
-                raise SnapshotError("the peer sent another chunk than was asked for")
-            for at in range(0, len(piece.into), PART_BYTES):
-                link.fill(piece.into[at : at + PART_BYTES])
-                self.arrived.put((piece, at))
-            if renew and time.monotonic() - self.renewed > self.settings.renew_s:
-                self.renewed = time.monotonic()
-                link.send(wire.Renew())
-
-    def _next(self) -> _Piece | None:
-        with self.lock:
-            return self.work.popleft() if self.work else None
-
-    def _check(self) -> None:
-        while (arrived := self.arrived.get()) is not None:
-            piece, at = arrived
-            piece.hash.update(piece.into[at : at + PART_BYTES])
-            if at + PART_BYTES < len(piece.into):
-                continue
-            if piece.hash.digest() != piece.ref.digest:
-                raise SnapshotError(f"chunk {piece.index} came damaged")
-            self.unverified -= 1
 
 
 def shorten(

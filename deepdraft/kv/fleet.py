@@ -26,8 +26,10 @@ from deepdraft.kv.cache import KvCache
 from deepdraft.kv.costs import Costs
 from deepdraft.kv.directory import Directory, Record, RedisDirectory
 from deepdraft.kv.fetch import Fetched, Fetcher, Peer
+from deepdraft.kv.settings import TransferSettings
+from deepdraft.kv.sidecar import Sidecar
 from deepdraft.kv.snapshot import Manifest
-from deepdraft.kv.transfer import Exporter, TransferSettings
+from deepdraft.kv.transfer import Exporter
 from deepdraft.telemetry import Counters
 
 logger = logging.getLogger(__name__)
@@ -86,20 +88,28 @@ class Fleet:
         fleet_key: bytes | None = None,
         settings: TransferSettings | None = None,
         costs: Costs | None = None,
+        sidecar: Sidecar | None = None,
     ) -> None:
-        """`directory` is called in the fleet's own thread."""
+        """`directory` is called in the fleet's own thread. `sidecar` is started and closed here."""
         self.cache, self.name, self.rule = cache, name, rule
         self.costs = costs or Costs()
         self.counters = Counters()
+        self.sidecar = sidecar
         self.exporter = Exporter(
             cache,
             tls=server_tls,
             fleet_key=fleet_key,
             settings=settings,
             still_mine=self._still_mine,
+            sidecar=sidecar,
         )
         self.fetcher = Fetcher(
-            cache, tls=client_tls, fleet_key=fleet_key, settings=settings, worth_it=self._worth_it
+            cache,
+            tls=client_tls,
+            fleet_key=fleet_key,
+            settings=settings,
+            worth_it=self._worth_it,
+            sidecar=sidecar,
         )
         self.owner = ""
         self.directory: Directory | None = None
@@ -117,6 +127,8 @@ class Fleet:
         owner_of(self.name, advertise or host, port)  # a wrong name is told before anything runs
         port = self.exporter.start(host, port)
         self.owner = owner_of(self.name, advertise or host, port)
+        if self.sidecar is not None:
+            self.sidecar.start()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="deepdraft-kv-fleet", daemon=True)
         self._thread.start()
@@ -128,15 +140,20 @@ class Fleet:
         """Gives up ownership, ends connections. May be called twice."""
         closed, self._closed = self._closed, True
         if closed or self._thread is None:
-            self.exporter.close()
+            self._close_transfer()
             return
         try:
             self._call(self._leave(), timeout_s=5.0)
         except Exception:
             logger.warning("the KV directory was not told that this server leaves", exc_info=True)
-        self.exporter.close()
+        self._close_transfer()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5)
+
+    def _close_transfer(self) -> None:
+        self.exporter.close()
+        if self.sidecar is not None:
+            self.sidecar.close()
 
     # ---- what requests call -----------------------------------------------------------------
 
@@ -299,6 +316,8 @@ class Fleet:
         out = self.counters.snapshot()
         out |= {f"fetch_{name}": n for name, n in self.fetcher.counters.snapshot().items()}
         out |= {f"export_{name}": n for name, n in self.exporter.counters.snapshot().items()}
+        if self.sidecar is not None:
+            out |= {f"sidecar_{name}": n for name, n in self.sidecar.counters.snapshot().items()}
         directory = self.directory
         if isinstance(directory, RedisDirectory):
             out |= {f"directory_{name}": n for name, n in dict(directory.counters).items()}

@@ -1,11 +1,12 @@
-"""Every time constant, share and count of the cache in one record, so that tests can shrink them.
+"""Every time constant, share and count of cache and transfer, so that tests can shrink them.
 
 Owns: defaults and their order (a reader's deadline lies below its lease, grace above it).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import os
+from dataclasses import dataclass, field, replace
 
 from deepdraft.errors import ConfigError
 from deepdraft.kv.layout import Layout, Span
@@ -73,3 +74,41 @@ class StoreSettings:
             )
         if min(self.chunk_blocks, self.max_checkpoints, self.min_tokens) < 1:
             raise ConfigError("chunk_blocks, max_checkpoints and min_tokens must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferSettings:
+    """Times in seconds. A reader's deadline lies below the owner's lease limit."""
+
+    connect_s: float = 0.5
+    deadline_s: float = 25.0
+    idle_s: float = 5.0
+    """Without a byte for this long a peer counts as stalled."""
+    renew_s: float = 5.0
+    backoff_s: float = 5.0
+    connections: int = field(default_factory=lambda: min(4, max(1, (os.cpu_count() or 1) // 4)))
+    """Of one fetch, where there are many chunks; more than one pays where cores are idle."""
+    sidecar_start_s: float = 30.0
+    """Until a sidecar must have registered its memory."""
+    sidecar_answer_s: float = 1.0
+    """Within which a sidecar answers that it lives."""
+    sidecar_backoff_s: float = 0.5
+    """Between a sidecar's end and its next start; twice as long after each start that failed."""
+    max_connections: int = 64
+    """That an owner serves at a time."""
+
+    def hurried(self, by: float) -> TransferSettings:
+        """All times but that of connecting divided by `by`."""
+        return replace(
+            self,
+            deadline_s=self.deadline_s / by,
+            idle_s=self.idle_s / by,
+            renew_s=self.renew_s / by,
+            backoff_s=self.backoff_s / by,
+        )
+
+    def __post_init__(self) -> None:
+        if min(self.connect_s, self.deadline_s, self.idle_s, self.renew_s) <= 0:
+            raise ConfigError("the KV transfer's times must be above 0")
+        if min(self.connections, self.max_connections) < 1:
+            raise ConfigError("the KV transfer needs at least one connection")

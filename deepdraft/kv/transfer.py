@@ -1,6 +1,6 @@
 """The owner's side of a transfer: answers peers about the conversations of a cache, over TCP.
 
-Owns: which conversations may be read, leases of connections, time limits of both sides.
+Owns: which conversations may be read, leases of connections.
 Knows nothing of: the directory, sessions, what a reader does with what it gets.
 
 Each connection has a thread; a chunk goes from memory to the socket without a copy in between.
@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import secrets
 import socket
 import ssl
 import threading
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 
 from blake3 import blake3
@@ -26,42 +24,12 @@ from deepdraft.kv import wire
 from deepdraft.kv.cache import KvCache
 from deepdraft.kv.directory import Record
 from deepdraft.kv.errors import SnapshotError
+from deepdraft.kv.settings import TransferSettings
+from deepdraft.kv.sidecar import Sidecar
 from deepdraft.kv.snapshot import encode_manifest
 from deepdraft.telemetry import Counters
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferSettings:
-    """Times in seconds. A reader's deadline lies below the owner's lease limit."""
-
-    connect_s: float = 0.5
-    deadline_s: float = 25.0
-    idle_s: float = 5.0
-    """Without a byte for this long a peer counts as stalled."""
-    renew_s: float = 5.0
-    backoff_s: float = 5.0
-    connections: int = field(default_factory=lambda: min(4, max(1, (os.cpu_count() or 1) // 4)))
-    """Of one fetch, where there are many chunks; more than one pays where cores are idle."""
-    max_connections: int = 64
-    """That an owner serves at a time."""
-
-    def hurried(self, by: float) -> TransferSettings:
-        """All times but that of connecting divided by `by`."""
-        return replace(
-            self,
-            deadline_s=self.deadline_s / by,
-            idle_s=self.idle_s / by,
-            renew_s=self.renew_s / by,
-            backoff_s=self.backoff_s / by,
-        )
-
-    def __post_init__(self) -> None:
-        if min(self.connect_s, self.deadline_s, self.idle_s, self.renew_s) <= 0:
-            raise ConfigError("the KV transfer's times must be above 0")
-        if min(self.connections, self.max_connections) < 1:
-            raise ConfigError("the KV transfer needs at least one connection")
 
 
 def check_address(host: str, tls: ssl.SSLContext | None) -> None:
@@ -94,11 +62,12 @@ class Exporter:
         fleet_key: bytes | None = None,
         settings: TransferSettings | None = None,
         still_mine: Callable[[str, str, int], bool | None] = lambda key, epoch, sequence: None,
+        sidecar: Sidecar | None = None,
     ) -> None:
         """`still_mine(key, epoch, sequence)`: the directory says so; None: there is none now, and
-        what is here is served."""
+        what is here is served. `sidecar`: peers that have one too may read through it."""
         self.cache, self.tls, self.fleet_key = cache, tls, fleet_key
-        self.still_mine = still_mine
+        self.still_mine, self.sidecar = still_mine, sidecar
         self.settings = settings or TransferSettings()
         self.counters = Counters()
         self._lock = threading.Lock()
@@ -296,12 +265,24 @@ class Exporter:
             elif isinstance(request, wire.Close):
                 link.send(wire.Closed(memory.close(lease)))
                 return True
+            elif isinstance(request, wire.Locate):
+                link.send(self._locate(lease))
             elif isinstance(request, wire.Renew):
                 until = memory.renew(lease)
                 left = 0.0 if until is None else max(0.0, until - memory.clock())
                 link.send(wire.Refused("gone") if until is None else wire.Renewed(left))
             else:
                 link.send(wire.Refused("bad"))
+
+    def _locate(self, lease: int) -> wire.Reply:
+        export = None if self.sidecar is None else self.sidecar.export
+        entry = self.cache.memory.leased(lease)
+        if export is None or entry is None:
+            return wire.Refused("gone" if entry is None else "none")
+        self.counters.add("located")
+        size = self.cache.memory.slab.slot_bytes
+        places = tuple(export.base + chunk.slot * size for chunk in entry.all_chunks())
+        return wire.Located(export.name, export.agent, places)
 
     def _read(self, link: wire.Link, index: int, lease: int) -> None:
         memory = self.cache.memory

@@ -22,7 +22,7 @@ import msgspec
 from deepdraft.kv.errors import SnapshotError
 from deepdraft.kv.snapshot import HEAD_BYTES, MAX_MANIFEST_BYTES
 
-PROTOCOL = 2
+PROTOCOL = 3
 NONCE_BYTES = 16
 MAX_REQUEST_BYTES = 4096
 MAX_REPLY_BYTES = MAX_MANIFEST_BYTES + HEAD_BYTES + 4096
@@ -59,6 +59,10 @@ class Read(_Message, frozen=True, tag="read"):
     index: int
 
 
+class Locate(_Message, frozen=True, tag="locate"):
+    """Where do the chunks lie? I would read them through a sidecar."""
+
+
 class Renew(_Message, frozen=True, tag="renew"):
     """Extend the lease."""
 
@@ -83,7 +87,7 @@ class Joined(_Message, frozen=True, tag="joined"):
 
 
 class Refused(_Message, frozen=True, tag="refused"):
-    """`reason`: miss, stale, incompatible, busy, gone or bad."""
+    """`reason`: miss, stale, incompatible, busy, gone, bad or none (no sidecar)."""
 
     reason: str
 
@@ -93,6 +97,15 @@ class Data(_Message, frozen=True, tag="data"):
 
     index: int
     length: int
+
+
+class Located(_Message, frozen=True, tag="located"):
+    """`agent`: what a sidecar needs to reach the owner's, under `name`, which changes with every
+    start of it. `addresses`: of each chunk in stored order, in that sidecar's memory."""
+
+    name: str
+    agent: bytes
+    addresses: tuple[int, ...]
 
 
 class Renewed(_Message, frozen=True, tag="renewed"):
@@ -107,8 +120,8 @@ class Closed(_Message, frozen=True, tag="closed"):
     valid: bool
 
 
-Request = Open | Join | Read | Renew | Close
-Reply = Opened | Joined | Refused | Data | Renewed | Closed
+Request = Open | Join | Read | Locate | Renew | Close
+Reply = Opened | Joined | Refused | Data | Located | Renewed | Closed
 _REQUESTS = msgspec.msgpack.Decoder(Request)
 _REPLIES = msgspec.msgpack.Decoder(Reply)
 _MessageT = TypeVar("_MessageT")

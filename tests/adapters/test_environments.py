@@ -68,7 +68,8 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Environment:
 def test_pins_of_all_environments() -> None:
     for environment in ENVIRONMENTS.values():
         pins = environment.pins()
-        assert environments.normal(environment.engine) in pins and len(pins) > 40
+        assert environments.normal(environment.engine) in pins
+        assert len(pins) > (1 if environment.name == "nixl" else 40)
         text = environment.requirements_file.read_text()
         assert "://" not in text and "@" not in text
         if not environment.cuda:

@@ -15,8 +15,8 @@ from deepdraft.kv.costs import Costs
 from deepdraft.kv.directory import Claim, LocalDirectory, Record
 from deepdraft.kv.fleet import Fleet, Session, owner_of, peer_of
 from deepdraft.kv.fleet_files import FleetFiles, init_fleet, load_fleet
+from deepdraft.kv.settings import TransferSettings
 from deepdraft.kv.store import EntryState
-from deepdraft.kv.transfer import TransferSettings
 from deepdraft.models.deepseek_v41 import DeepseekV41
 from tests.kv.conftest import FINGERPRINT, Served, text
 from tests.kv.test_exact import both

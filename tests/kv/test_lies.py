@@ -14,8 +14,9 @@ from deepdraft.kv.cache import KvCache
 from deepdraft.kv.directory import Record
 from deepdraft.kv.fetch import Fetched, Fetcher, Peer
 from deepdraft.kv.layout import Span
+from deepdraft.kv.settings import TransferSettings
 from deepdraft.kv.snapshot import ChunkRef, Manifest, encode_manifest
-from deepdraft.kv.transfer import Exporter, TransferSettings
+from deepdraft.kv.transfer import Exporter
 from tests.kv.test_faults import Kept
 from tests.kv.test_transfer import FAST, KEY, RECORD, TOKENS, Proxy
 

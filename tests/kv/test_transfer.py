@@ -16,9 +16,9 @@ from deepdraft.errors import ConfigError
 from deepdraft.kv import wire
 from deepdraft.kv.directory import Record
 from deepdraft.kv.fetch import Fetched, Fetcher, Peer, shorten
-from deepdraft.kv.settings import StoreSettings
+from deepdraft.kv.settings import StoreSettings, TransferSettings
 from deepdraft.kv.snapshot import Manifest, decode_manifest, encode_manifest
-from deepdraft.kv.transfer import Exporter, TransferSettings, check_address
+from deepdraft.kv.transfer import Exporter, check_address
 from deepdraft.models.deepseek_v41 import DeepseekV41
 from tests.kv.conftest import FINGERPRINT, Served, text
 from tests.kv.test_exact import both

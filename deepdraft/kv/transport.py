@@ -1,0 +1,234 @@
+"""How the bytes of one fetch come: the interface, and the way over the connections of `wire`.
+
+Owns: which chunk is asked for next, the check of every byte beside its arrival, the deadline.
+Knows nothing of: manifests, stores, what happens to memory afterwards.
+
+Another way is `sidecar.NixlTransport`. One that lets the peer, or hardware, write by itself must
+say which memory may still be written to after it failed (`unsettled`).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from blake3 import blake3
+
+from deepdraft.kv import wire
+from deepdraft.kv.errors import SnapshotError
+from deepdraft.kv.settings import TransferSettings
+from deepdraft.kv.snapshot import ChunkRef
+
+WINDOW = 2
+"""Chunks asked for ahead on one connection."""
+PART_BYTES = 1 << 20
+"""Of a chunk that is handed to the checking thread, so that little is left to check at the end."""
+CHUNKS_PER_LINK = 4
+"""A further connection pays from so many chunks on."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """A chunk, its number in the peer's order, where it goes, and its digest so far."""
+
+    index: int
+    ref: ChunkRef
+    slot: int
+    into: memoryview
+    hash: blake3 = field(default_factory=blake3)
+
+
+class Pending(Protocol):
+    """A transfer that has not ended."""
+
+    @property
+    def slot(self) -> int:
+        """Where it may still write."""
+        ...
+
+    def when_settled(self, call: Callable[[], None]) -> None:
+        """Called once nothing can write there any more; at once where that is so already."""
+        ...
+
+
+class Feed(Protocol):
+    """What a transport takes its work from and gives it back to. Any thread may call."""
+
+    def take(self) -> Piece | None:
+        """The next chunk to bring; None: there is none any more."""
+        ...
+
+    def arrived(self, piece: Piece, at: int, length: int) -> None:
+        """These bytes of a chunk are there; in rising order."""
+        ...
+
+
+class Transport(Protocol):
+    """One way to bring the chunks of one fetch."""
+
+    def readers(self, num_pieces: int) -> Sequence[Callable[[Feed], None]]:
+        """What runs side by side until the feed is empty; raises OSError or SnapshotError."""
+        ...
+
+    def abort(self) -> None:
+        """Whoever waits for bytes gets an OSError."""
+        ...
+
+    def close(self) -> None:
+        """The end, after all readers have returned."""
+        ...
+
+    def unsettled(self) -> Sequence[Pending]:
+        """After a failure: transfers that may still write into this server's memory."""
+        ...
+
+
+class Reading:
+    """All chunks of a fetch by one transport, each verified in a thread beside."""
+
+    def __init__(self, transport: Transport, work: list[Piece], *, deadline_s: float) -> None:
+        self.transport, self.deadline_s = transport, deadline_s
+        self.num_pieces = self.unverified = len(work)
+        self._work = deque(work)
+        self._arrived: queue.SimpleQueue[tuple[Piece, int, int] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        """Returns when all bytes are there and right, else raises what went wrong first."""
+        end = time.monotonic() + self.deadline_s
+        readers = [
+            self._thread(lambda read=read: read(self))  # type: ignore[misc]
+            for read in self.transport.readers(self.num_pieces)
+        ]
+        checker = self._thread(self._check)
+        for thread in readers:
+            thread.join(max(0.0, end - time.monotonic()))
+            if thread.is_alive():
+                self._fail(TimeoutError("the fetch took longer than its deadline"))
+        for thread in readers:
+            thread.join()  # an aborted transport lets nobody wait
+        self._arrived.put(None)
+        checker.join()
+        self.transport.close()
+        if self._error is not None:
+            raise self._error
+        assert not self.unverified, f"{self.unverified} chunks were not read and verified"
+
+    def take(self) -> Piece | None:
+        """See `Feed`."""
+        with self._lock:
+            return self._work.popleft() if self._work else None
+
+    def arrived(self, piece: Piece, at: int, length: int) -> None:
+        """See `Feed`."""
+        self._arrived.put((piece, at, length))
+
+    def _thread(self, target: Callable[[], None]) -> threading.Thread:
+        def run() -> None:
+            try:
+                target()
+            except Exception as error:
+                self._fail(error)
+
+        thread = threading.Thread(target=run, name="deepdraft-kv-fetch", daemon=True)
+        thread.start()
+        return thread
+
+    def _fail(self, error: Exception) -> None:
+        """The first error counts; the others are what ending every connection looks like."""
+        with self._lock:
+            self._error = self._error or error
+            self._work.clear()
+        self.transport.abort()
+
+    def _check(self) -> None:
+        while (arrived := self._arrived.get()) is not None:
+            piece, at, length = arrived
+            piece.hash.update(piece.into[at : at + length])
+            if at + length < len(piece.into):
+                continue
+            if piece.hash.digest() != piece.ref.digest:
+                raise SnapshotError(f"chunk {piece.index} came damaged")
+            self.unverified -= 1
+
+
+class TcpTransport:
+    """Over the connection that asked, and further ones where there are many chunks. Only this
+    process writes to the destination, so nothing is unsettled afterwards."""
+
+    def __init__(
+        self, settings: TransferSettings, first: wire.Link, join: Callable[[], wire.Link]
+    ) -> None:
+        """`join`: a further connection under the same lease."""
+        self.settings, self.first, self.join = settings, first, join
+        self._links = [first]
+        self._lock = threading.Lock()
+        self._aborted = False
+        self._renewed = time.monotonic()
+
+    def readers(self, num_pieces: int) -> Sequence[Callable[[Feed], None]]:
+        """One for each connection."""
+        more = min(self.settings.connections, num_pieces // CHUNKS_PER_LINK) - 1
+        return [self._read_first, *[self._read_more] * max(0, more)]
+
+    def abort(self) -> None:
+        """Ends every connection."""
+        with self._lock:
+            self._aborted = True
+            links = list(self._links)
+        for link in links:
+            link.abort()
+
+    def close(self) -> None:
+        """Gives the further connections back."""
+        for link in self._links[1:]:
+            link.close()
+
+    def unsettled(self) -> Sequence[Pending]:
+        """None."""
+        return ()
+
+    def _read_first(self, feed: Feed) -> None:
+        self._read(feed, self.first, renew=True)
+
+    def _read_more(self, feed: Feed) -> None:
+        try:
+            link = self.join()
+        except (OSError, SnapshotError):
+            return  # the first connection reads everything, or says what is wrong
+        with self._lock:
+            self._links.append(link)
+            aborted = self._aborted
+        if aborted:
+            link.abort()
+        else:
+            self._read(feed, link, renew=False)
+
+    def _read(self, feed: Feed, link: wire.Link, *, renew: bool) -> None:
+        asked: deque[Piece] = deque()
+        while True:
+            while len(asked) < WINDOW and (piece := feed.take()) is not None:
+                link.send(wire.Read(piece.index))
+                asked.append(piece)
+            if not asked:
+                return
+            piece = asked.popleft()
+            while isinstance(reply := link.reply(), wire.Renewed):
+                pass
+            if isinstance(reply, wire.Refused):
+                raise SnapshotError(f"the peer stopped: {reply.reason[:20]}")
+            if reply != wire.Data(piece.index, len(piece.into)):
+                raise SnapshotError("the peer sent another chunk than was asked for")
+            for at in range(0, len(piece.into), PART_BYTES):
+                part = piece.into[at : at + PART_BYTES]
+                link.fill(part)
+                feed.arrived(piece, at, len(part))
+            if renew and time.monotonic() - self._renewed > self.settings.renew_s:
+                self._renewed = time.monotonic()
+                link.send(wire.Renew())
