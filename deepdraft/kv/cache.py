@@ -85,7 +85,7 @@ class KvCache:
         self.drafter, self.rebuilder = drafter, rebuilder
         self.geometry = codec.geometry_of(pool)
         self.chunk_bytes = self.settings.chunk_blocks * layout.block_bytes
-        device = pool.window.device
+        device = codec.device_of(pool)
         slab = Slab(
             slot_bytes=self.chunk_bytes,
             num_slots=max_bytes // self.chunk_bytes,

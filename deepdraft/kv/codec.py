@@ -158,6 +158,11 @@ def geometry_of(pool: Pool) -> Geometry:
     return Geometry(args.sliding_window, args.decoder_start, args.num_hidden_layers, pool.slack)
 
 
+def device_of(pool: Pool) -> torch.device:
+    """Where a pool's rows lie."""
+    return pool.device if isinstance(pool, SequencePool) else pool.window.device
+
+
 def _plane_rows(pool: Pool, plane: Plane | WindowGroup | PendingPlane, layer: int) -> Tensor:
     """All rows of a layer, of every sequence: [rows, width]."""
     if isinstance(pool, SequencePool):
