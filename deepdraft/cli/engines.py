@@ -1,4 +1,4 @@
-"""Subcommands that run other engines on a checkpoint: vllm.
+"""Subcommands that run other engines on a checkpoint: vllm, lmdeploy.
 
 Owns: their flags. Knows nothing of: how the work is done; each imports its module when it runs.
 """
@@ -118,3 +118,64 @@ def vllm_up(
         rules=Rules(start_s=START_S, memory_bytes=most or None),
     ) as server:
         up(server, port, name, _said)
+
+
+@click.group()
+def lmdeploy() -> None:
+    """LMDeploy: settings for a GPU host, and a check of its model without one."""
+
+
+def _lmdeploy_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    options = (
+        click.argument("checkpoint", metavar="CHECKPOINT"),
+        click.option("--session-len", type=click.IntRange(2), metavar="N", help="[4096]"),
+        click.option(
+            "--drafts",
+            type=click.IntRange(0),
+            default=0,
+            metavar="N",
+            help="Tokens a step drafted by the checkpoint's own MTP layer [0].",
+        ),
+        click.option(
+            "--accept-key", "accept_unknown", multiple=True, metavar="KEY", help="Let a key pass."
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@lmdeploy.command("plan")
+@_lmdeploy_options
+@click.option("--out", metavar="DIR", help="Stacked experts: write module map and server there.")
+def lmdeploy_plan(checkpoint: str, out: str | None, **options: Any) -> int:
+    """Print LMDeploy's command line for CHECKPOINT, or why LMDeploy cannot serve it."""
+    from deepdraft.adapters.lmdeploy_launch import plan, write_server
+    from deepdraft.cli.options import model_directory
+
+    path, name = model_directory(checkpoint)
+    launch = plan(path, **options)
+    for note in launch.notes:
+        _said(note)
+    if launch.stacked and out is None:
+        _said("its experts are stacked: --out DIR writes a module map and a server that has it")
+    if out is not None:
+        click.echo(shlex.join(["python", str(write_server(launch, Path(out), name))]))
+    else:
+        click.echo(shlex.join(["lmdeploy", *launch.words()]))
+    return 0
+
+
+@lmdeploy.command("check")
+@_lmdeploy_options
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def lmdeploy_check(checkpoint: str, as_json: bool, **options: Any) -> int:
+    """Have LMDeploy's own classes load CHECKPOINT, without a GPU, and compare; exit code 1 where
+    they are not faithful to it."""
+    from deepdraft.adapters.lmdeploy_check import check, render
+    from deepdraft.adapters.lmdeploy_launch import plan
+    from deepdraft.cli.options import model_directory
+
+    found = check(plan(model_directory(checkpoint)[0], **options))
+    click.echo(json.dumps(found.as_json(), indent=2) if as_json else render(found))
+    return 1 if found.problems else 0

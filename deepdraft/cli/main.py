@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "export": ("deepdraft.cli.adapters", "export", "Write a repository for another server."),
     "triton": ("deepdraft.cli.adapters", "triton", "Run the bundled Triton server."),
     "vllm": ("deepdraft.cli.engines", "vllm", "Run vLLM on a checkpoint."),
+    "lmdeploy": ("deepdraft.cli.engines", "lmdeploy", "Settings and a check for LMDeploy."),
     "bench": ("deepdraft.cli.tools", "bench", "Measure speed or start-up."),
 }
 
