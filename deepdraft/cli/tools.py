@@ -133,16 +133,42 @@ def _bench_step(
     from deepdraft.proof.bench_step_main import CONTEXT, ROWS, main
 
     given = click.get_current_context().get_parameter_source("context")
-    try:
-        wanted = ROWS if rows is None else tuple(int(r) for r in rows.split(","))
-    except ValueError as error:
-        raise click.UsageError(f"--rows takes numbers such as 1,6,8, got {rows!r}") from error
+    wanted = ROWS if rows is None else _numbers(rows, "--rows", "1,6,8")
     return main(
         model,
         layers=layers,
         expert_pool=expert_pool,
         rows=wanted,
         context=CONTEXT if given == ParameterSource.DEFAULT else options["context"],
+        as_json=options["as_json"],
+        out=options["out"],
+    )
+
+
+def _numbers(text: str, option: str, example: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise click.UsageError(f"{option} takes numbers such as {example}, got {text!r}") from error
+
+
+def _bench_prefill(
+    model: str | None, options: dict[str, Any], *, layers: int | None, expert_pool: int | None,
+    rows: str | None,
+) -> int:  # fmt: skip
+    from deepdraft.proof.bench_prefill_main import LENGTHS, TOKENS, main
+
+    given = click.get_current_context().get_parameter_source("context")
+    lengths, chunk = options["prefill"], _numbers(rows, "--rows", "8192") if rows else (None,)
+    if len(chunk) > 1:
+        raise click.UsageError("bench prefill takes one number of --rows: those of a chunk")
+    return main(
+        model,
+        layers=layers,
+        expert_pool=expert_pool,
+        rows=chunk[0],
+        context=TOKENS if given == ParameterSource.DEFAULT else options["context"],
+        lengths=LENGTHS if lengths is None else _numbers(lengths, "--prefill", "1024,8192"),
         as_json=options["as_json"],
         out=options["out"],
     )
@@ -165,7 +191,18 @@ class _Bench(click.Command):
 @click.argument(
     "what",
     type=click.Choice(
-        ("speed", "startup", "costs", "drafted", "accept", "lossless", "step", "load", "compare")
+        (
+            "speed",
+            "startup",
+            "costs",
+            "drafted",
+            "accept",
+            "lossless",
+            "step",
+            "prefill",
+            "load",
+            "compare",
+        )
     ),
 )
 @model_argument
@@ -191,13 +228,17 @@ class _Bench(click.Command):
 @click.option("--suite", metavar="CLASSES", help="speed: classes of the suite, all or none.")
 @click.option("--url", "urls", multiple=True, metavar="[NAME=]URL", help="speed: a further server.")
 @click.option("--remote-only", is_flag=True, help="speed: start no server, measure --url alone.")
-@click.option("--prefill", metavar="N,N", help="speed: lengths of prompts, or none.")
+@click.option("--prefill", metavar="N,N", help="speed, prefill: lengths of prompts.")
 @click.option("--concurrency", metavar="N,N", help="speed: streams at a time, or none.")
 @click.option("--temperature", type=click.FloatRange(0, 2), default=0.0, help="speed: [0].")
 @click.option("--html", metavar="FILE", help="speed: write the report there.")
-@click.option("--layers", type=click.IntRange(1), metavar="N", help="step: of so many layers.")
-@click.option("--expert-pool", type=click.IntRange(1), metavar="N", help="step: experts a layer.")
-@click.option("--rows", metavar="N,N", help="step: rows of a step [1,2,4,6,8].")
+@click.option(
+    "--layers", type=click.IntRange(1), metavar="N", help="step, prefill: so many layers."
+)
+@click.option(
+    "--expert-pool", type=click.IntRange(1), metavar="N", help="The same: experts a layer."
+)
+@click.option("--rows", metavar="N,N", help="step: rows of a step; prefill: of a chunk.")
 def bench(what: str, model: str | None, other: str | None, **options: Any) -> int:
     """Measure a model, by default the bundled one.
 
@@ -206,14 +247,17 @@ def bench(what: str, model: str | None, other: str | None, **options: Any) -> in
     A.json and B.json. startup: a server's start. costs: of steps and drafts, for --cost-table.
     drafted: with drafts against plain. accept: how many drafts stand. lossless: drafted text is
     plain text. step: one decode step on a GPU, random weights of the published sizes or of MODEL's
-    config.json. load: one rank's part of a converted checkpoint onto the device, against the same
-    reads into scratch buffers. serve: load on running servers; see `bench serve --help`.
+    config.json. prefill: chunks of a prompt at several contexts, and whole prompts, likewise. load:
+    one rank's part of a converted checkpoint onto the device, against the same reads into scratch
+    buffers. serve: load on running servers; see `bench serve --help`.
     """
     step = {name: options.pop(name) for name in ("layers", "expert_pool", "rows")}
     if what == "step":
         return _bench_step(model, options, **step)
+    if what == "prefill":
+        return _bench_prefill(model, options, **step)
     if any(value is not None for value in step.values()):
-        raise click.UsageError("--layers, --expert-pool and --rows are for bench step")
+        raise click.UsageError("--layers, --expert-pool and --rows are for bench step and prefill")
     if what == "compare":
         if model is None or other is None:
             raise click.UsageError("bench compare needs two files: A.json B.json")

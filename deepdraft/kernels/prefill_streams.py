@@ -212,7 +212,7 @@ def enter(
 
     x bfloat16 [R, S, D]; y bfloat16 [R, D], or [R, K, D] picks with the `shared` expert [R, D];
     coef float32 [R, M] of the sublayer that made y; pre float32 [R, S] collapses where it is not
-    coef's; norm float32 [D]; mix: of the next sublayer. Without `y` the streams stay as they are. Any R.
+    coef's; norm float32 [D]; mix: of the next sublayer. Without `y` the streams stay as they are.
     """
     rows, streams, hidden = x.shape
     fn, base, scale = (norm, norm, norm) if mix is None else (mix.parts, mix.base, mix.scale)

@@ -111,16 +111,16 @@ def test_experts(shape, order):
 def test_bits_do_not_depend_on_other_rows(order):
     shape = (4, 2, 64, 64)
     w13, w2 = stored(order, expert_weights(shape))
-    x = quantised(40, 64, seed=2)
-    picks, weights = routing(40, 4, 2)
+    x = quantised(24, 64, seed=2)
+    picks, weights = routing(24, 4, 2)
 
     def of(rows, at):
         return run(rows, picks[at].contiguous(), weights[at].contiguous(), w13, w2)[2]
 
-    full = of(x, list(range(40)))
-    for at in ([0], [39, 4, 0, 7, 21]):
+    full = of(x, list(range(24)))
+    for at in ([0], [23, 4, 0, 7, 21]):
         assert torch.equal(of(x[at].contiguous(), at), full[at])
-    got = of(poisoned(x, 17), list(range(40)))
+    got = of(poisoned(x, 17), list(range(24)))
     assert torch.equal(got[17], full[17])
 
 
@@ -137,9 +137,9 @@ def test_rows_that_do_not_count_reach_nobody():
 
 
 def test_both_orders_give_the_same_sums():
-    parts = expert_weights((3, 2, 64, 64))
-    x = quantised(20, 64, seed=4)
-    picks, weights = routing(20, 3, 2)
+    parts = expert_weights((3, 2, 64, 32))
+    x = quantised(8, 64, seed=4)
+    picks, weights = routing(8, 3, 2)
     one, two = (run(x, picks, weights, *stored(order, parts))[2] for order in ORDERS)
     if DEVICE == "cpu":  # other tiles may sum in another order on a GPU
         assert torch.equal(one, two)

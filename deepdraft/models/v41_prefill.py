@@ -1,0 +1,162 @@
+"""Encoder prefill on the device: a prompt in chunks, then the decoder's replay of its last window.
+
+Owns: chunks and their boundaries, a sequence's marks between them, progress and cancelling, what
+is kept for the replay. `DeepseekV41` (prefill "encoder") is its reference; a row's bits do not
+depend on where chunks begin.
+Knows nothing of: kernels, requests, how much memory there is (`v41_prefill_plan`).
+
+Letters: S residual streams, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepdraft.errors import StateError
+from deepdraft.models.state import SequenceState
+from deepdraft.models.v41_buffers import DeviceCaches
+from deepdraft.models.v41_prefill_layers import Flow, Plans, PrefillLayers, make_chunk
+from deepdraft.models.v41_weights import ModelWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Of one call: tokens done and asked for, seconds since it began."""
+
+    done: int
+    total: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The rate so far; 0 before the first chunk."""
+        return self.done / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At that rate. Later chunks see more and take longer; None before the first chunk."""
+        return (self.total - self.done) * self.seconds / self.done if self.done else None
+
+
+Watch = Callable[[Progress], bool]
+"""Called between chunks; False: stop here."""
+
+
+class DevicePrefill:
+    """Prompts of the sequences of one pool."""
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        caches: DeviceCaches,
+        *,
+        chunk: int,
+        plans: Plans | None = None,
+    ) -> None:
+        """`chunk`: most rows that run at once, a multiple of 8."""
+        if chunk < 8 or chunk % 8:
+            raise StateError(f"a chunk has a multiple of 8 rows, got {chunk}")
+        self.chunk, self.args = chunk, weights.args
+        self.layers = PrefillLayers(weights, caches, plans=plans)
+
+    def warm(self) -> None:
+        """One chunk without a row: kernels are compiled, and the device memory that chunks need
+        is taken."""
+        caches = self.layers.caches
+        chunk = make_chunk(
+            caches, [], slot=0, first=0, floors=(0, 0), write_from=0, rows_at_least=self.chunk
+        )
+        flow, table_rows = self.layers.start(chunk)
+        source = self.args.decoder_start
+        self.layers.run(chunk, flow, range(source), table_rows=table_rows)
+        self.layers.write_entries(chunk, flow, source)
+
+    def encode(self, state: SequenceState, ids: list[int], *, watch: Watch | None = None) -> int:
+        """Encoder layers, and the decoder's global KV, on new tokens; returns how many were taken:
+        all, or those of the chunks before `watch` said stop. The state is whole after every chunk.
+
+        After `keep_global` the tokens from `replay_from` on run again; they rebuild window rows
+        only, their global KV is there.
+        """
+        known, begin, clock = state.num_tokens, time.perf_counter(), 0.0
+        start = known if state.replay_from is None else state.replay_from
+        text = [*state.token_ids, *ids]
+        source, end = self.args.decoder_start, start
+        for at in range(start, len(text), self.chunk):
+            end = min(at + self.chunk, len(text))
+            chunk = make_chunk(
+                self.layers.caches, text[at:end], slot=state.slot, first=at,
+                floors=(state.encoder_floor, state.decoder_floor), write_from=known,
+            )  # fmt: skip
+            flow, table_rows = self.layers.start(chunk)
+            self.layers.run(chunk, flow, range(source), table_rows=table_rows)
+            self.layers.write_entries(chunk, flow, source)
+            self._keep_tail(state, flow, end - at)
+            if end >= known:
+                state.token_ids.extend(text[state.num_tokens : end])
+                state.written = max(state.written, end)
+                state.replay_from = None
+            clock = time.perf_counter() - begin
+            done = max(0, end - known)
+            if watch is not None and not watch(Progress(done, len(ids), clock)):
+                break
+        if state.replay_from is not None:
+            # Stopped while the windows were being replayed: the next call does it again.
+            state.tail = None
+        return max(0, end - known)
+
+    def replay(self, state: SequenceState, *, all_rows: bool) -> tuple[Tensor, Tensor | None, int]:
+        """Decoder layers on the tokens they have not seen, at most the last window of them.
+
+        Returns logits float32 [1 or rows, V] of the last row or of `all_rows`, taps bfloat16
+        [rows, *] and the first row's position.
+        """
+        args, n = self.args, state.num_tokens
+        if state.tail is None or state.decoder_tokens == n:
+            raise StateError("prefill needs at least one token")
+        x, pre = state.tail
+        held = min(n - state.decoder_tokens, x.shape[0])
+        start = n - held
+        if start > state.decoder_tokens or state.decoder_tokens == 0:
+            # Not contiguous with rows the decoder wrote before: its windows begin here.
+            state.decoder_floor = start
+            if start and state.origin == "exact":
+                state.origin = "decoder-replayed"
+        layers = self.layers
+        chunk = make_chunk(
+            layers.caches, state.token_ids[start:], slot=state.slot, first=start,
+            floors=(state.encoder_floor, state.decoder_floor), write_from=n,
+        )  # fmt: skip
+        flow = Flow(_padded(x[-held:], chunk.rows), pre=_padded(pre[-held:], chunk.rows))
+        taps = None
+        if layers.num_taps:
+            taps = x.new_empty(chunk.rows, layers.num_taps * args.hidden_size)
+        layers.run(
+            chunk, flow, range(args.decoder_start, args.num_hidden_layers), write=False, taps=taps
+        )
+        wanted = slice(0, held) if all_rows else slice(held - 1, held)
+        logits = layers.logits(flow, wanted)
+        state.decoder_tokens = n
+        state.tail = None
+        return logits, None if taps is None else taps[:held], start
+
+    def _keep_tail(self, state: SequenceState, flow: Flow, count: int) -> None:
+        """The streams that enter the decoder, of the last window: [n, S, D] and their mix."""
+        assert flow.coef is not None
+        window, streams = self.args.sliding_window, self.args.hc_mult
+        x, pre = flow.x[:count][-window:], flow.coef[:count, :streams][-window:]
+        if state.tail is not None and len(x) < window:
+            x = torch.cat((state.tail[0], x))[-window:]
+            pre = torch.cat((state.tail[1], pre))[-window:]
+        state.tail = x.clone(), pre.clone()
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    out = x.new_zeros(rows, *x.shape[1:])
+    out[: x.shape[0]] = x
+    return out

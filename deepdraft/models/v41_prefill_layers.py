@@ -1,0 +1,429 @@
+"""The layers of a V4.1 model on a chunk of one prompt: many rows, the kernels of `prefill_*`.
+
+Owns: what a chunk's rows need (positions, addresses, rotary tables, the chunk's window), the order
+of launches of a layer. `models.v41_step` is the same for the few rows of a decode step; both read
+the same weights and caches, and rows have bits of their own in each of the two.
+Knows nothing of: sequences' marks, chunks' sizes, requests.
+
+Letters: R rows of a chunk (a multiple of 8; the last ones may be empty), S residual streams, D
+hidden, W window, C head width, P rotary pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepdraft.arch import LayerRole
+from deepdraft.kernels import (
+    cache,
+    engram,
+    index,
+    latents,
+    mhc,
+    moe,
+    prefill_attention,
+    prefill_experts,
+    prefill_gemm,
+    prefill_index,
+    prefill_streams,
+    routing,
+    rows,
+)
+from deepdraft.kernels.prefill_streams import Entered, Mix
+from deepdraft.kernels.runtime import padded_rows
+from deepdraft.models.v41_buffers import DECODER, ENCODER, DeviceCaches
+from deepdraft.models.v41_weights import (
+    AttentionWeights,
+    ExpertWeights,
+    MixWeights,
+    ModelWeights,
+    Weight,
+)
+
+_SELECT_ROWS = 16
+"""Rows whose scores are held at once where a second level restricts them (the decoder's replay)."""
+_WINDOW_TURN, _MAIN_TURN, _PAIR_TURN = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class Plans:
+    """Tiles of the kernels; smaller ones for tests."""
+
+    gemm: prefill_gemm.GemmPlan = prefill_gemm.PLAN
+    experts: prefill_experts.ExpertPlan = prefill_experts.PLAN
+    index: prefill_index.IndexPlan = prefill_index.PLAN
+    attention: prefill_attention.AttentionPlan = prefill_attention.PLAN
+    streams: prefill_streams.StreamPlan = prefill_streams.PLAN
+
+
+@dataclass(slots=True)
+class Flow:
+    """The residual streams between two sublayers: x [R, S, D] and the last sublayer's output with
+    its coefficients, which is written back when the next one starts. `pre` [R, S]: the mix that
+    collapses where it is not that of `coef`."""
+
+    x: Tensor
+    pre: Tensor | None = None
+    coef: Tensor | None = None
+    y: Tensor | None = None
+    shared: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Rows of one sequence at positions first, first + 1, ... and what depends on these alone."""
+
+    slot: int
+    first: int
+    count: int
+    ids: Tensor
+    positions: Tensor
+    """int32 [R], -1 in empty rows."""
+    turns: list[tuple[Tensor, Tensor]]
+    """cos and sin [R, P]: of the window's base, of the main one, of that a position before."""
+    window_dest: Tensor
+    """int32 [R]: rows of the chunk's window."""
+    window_first: dict[bool, Tensor]
+    """By role.decoder, int32 [R]: the first place of a row's window that exists."""
+    before: Tensor
+    base: dict[int, Tensor]
+    reach: dict[int, Tensor]
+    entry: dict[int, Tensor]
+    """By ratio, int32 [R]: the sequence's first entry, how many a row sees, which it writes."""
+    ring_before: Tensor
+    """int64 [W - 1]: ring rows of the positions before the chunk."""
+    kept: tuple[int, Tensor]
+    """How many of the last rows go to the ring, and their rows of it (int64)."""
+    pending: tuple[int, Tensor]
+    """The same for the open pairs."""
+    selected: dict[int, index.Selected] = field(default_factory=dict)
+    blocks: list[index.Blocks] = field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        """R."""
+        return self.positions.shape[0]
+
+
+def make_chunk(
+    caches: DeviceCaches,
+    ids: list[int],
+    *,
+    slot: int,
+    first: int,
+    floors: tuple[int, int],
+    write_from: int,
+    rows_at_least: int = 0,
+) -> Chunk:
+    """The rows of `ids` at `first`; their ids join the sequence's tokens on the device.
+
+    `floors`: the first window position that exists, of the encoder's and the decoder's layers.
+    `write_from`: entries completed before this position are there already.
+    """
+    args, device, count = caches.args, caches.tokens.device, len(ids)
+    total = padded_rows(max(count, rows_at_least))
+    window, ring, pending = args.sliding_window, caches.ring, caches.pending_ring
+    number = torch.arange(total, device=device, dtype=torch.int32)
+    live = number < count
+    at = number + first
+    positions = torch.where(live, at, -1)
+    row_ids = torch.zeros(total, dtype=torch.int32)
+    row_ids[:count] = torch.tensor(ids, dtype=torch.int32)
+    row_ids = row_ids.to(device)
+    caches.tokens[slot, first : first + count].copy_(row_ids[:count])
+
+    place = at.clamp(max=caches.context - 1).long()
+    tables = caches.turns.index_select(0, place).unbind(1)
+    earlier = caches.turns.index_select(0, (place - 1).clamp(min=0)).unbind(1)
+    turns = [
+        (cos.contiguous(), sin.contiguous()) for cos, sin in (tables[:2], tables[2:], earlier[2:])
+    ]
+    window_first = {
+        decoder: torch.where(live, (floor - at + window - 1).clamp(0, window), window)
+        for decoder, floor in ((False, floors[ENCODER]), (True, floors[DECODER]))
+    }
+    before = torch.where(live, number - 1, -slot * pending - 1)
+    before[0] = -(slot * pending + (first - 1) % pending) - 1
+    writes = live & (at >= write_from)
+    ends = {1: writes, 2: writes & (at % 2 == 1)}
+    base, reach, entry = {}, {}, {}
+    for ratio, size in zip((1, 2), caches.entries, strict=True):
+        base[ratio] = torch.full_like(number, slot * size)
+        reach[ratio] = torch.where(live, (at + 1) // ratio, 0)
+        entry[ratio] = torch.where(ends[ratio], slot * size + (at + 1) // ratio - 1, -1)
+
+    def last(most: int, size: int) -> tuple[int, Tensor]:
+        kept = min(most, count)
+        where = torch.arange(first + count - kept, first + count, device=device)
+        return kept, slot * size + where % size
+
+    ring_before = torch.arange(first - window + 1, first, device=device)
+    return Chunk(
+        slot, first, count, row_ids, positions, turns,
+        torch.where(live, number + window - 1, -1), window_first, before, base, reach, entry,
+        slot * ring + ring_before % ring, last(ring, ring), last(pending, pending),
+    )  # fmt: skip
+
+
+class PrefillLayers:
+    """A model's layers over the caches of one pool, for chunks of prompts."""
+
+    def __init__(
+        self, weights: ModelWeights, caches: DeviceCaches, *, plans: Plans | None = None
+    ) -> None:
+        self.weights, self.caches, self.args = weights, caches, weights.args
+        self.plans = plans or Plans()
+        self._mixes = [
+            tuple(_mix(w) for w in (layer.mix_attn, layer.mix_ffn)) for layer in weights.layers
+        ]
+        self.first_mix = torch.zeros(self.args.hc_mult, device=weights.device)
+        self.first_mix[0] = 1.0
+        self.num_taps = sum(role.tap for role in self.args.roles) if weights.drafter else 0
+        self._window: Tensor | None = None
+        self._held: prefill_index.Candidates | None = None
+
+    # ---- what a chunk runs -----------------------------------------------------------------
+
+    def start(self, chunk: Chunk) -> tuple[Flow, Tensor]:
+        """Embedded rows, and the rows of every Engram table int64 [layers, R, *]."""
+        x = rows.embed(chunk.ids, self.weights.embed, self.args.hc_mult)
+        flow = Flow(x, pre=self.first_mix.expand(chunk.rows, -1).contiguous())
+        tables = self.weights.hash
+        if tables is None:
+            return flow, chunk.positions.new_empty(0, dtype=torch.int64)
+        slots = torch.full_like(chunk.positions, chunk.slot)
+        found = rows.engram_rows(
+            self.caches.tokens, chunk.positions, slots, tables.token_map, tables.factors,
+            tables.primes, tables.offsets, tables.sizes, pad=tables.pad,
+        )  # fmt: skip
+        return flow, found
+
+    def run(
+        self,
+        chunk: Chunk,
+        flow: Flow,
+        layers: range,
+        *,
+        table_rows: Tensor | None = None,
+        write: bool = True,
+        taps: Tensor | None = None,
+    ) -> None:
+        """These layers on the chunk; the last one's output waits in `flow`. `write`: the layers
+        that own entries store them. taps bfloat16 [R, taps * D] receives the drafter's input."""
+        args, number = self.args, 0
+        for layer in layers:
+            w, role = self.weights.layers[layer], args.roles[layer]
+            if w.engram is not None:
+                assert table_rows is not None
+                self._inject(layer, flow, table_rows[args.engram_layer_ids.index(layer)])
+            mix_attn, mix_ffn = self._mixes[layer]
+            entered = self._enter(flow, w.attn_norm, mix_attn)
+            if role.tap and taps is not None:
+                rows.tap(flow.x, taps, number)
+                number += 1
+            flow.y = self._attention(layer, role, w.attention, entered, chunk, write)
+            entered = self._enter(flow, w.ffn_norm, mix_ffn)
+            flow.y, flow.shared = self._experts(w.experts, entered, chunk)
+
+    def write_entries(self, chunk: Chunk, flow: Flow, layer: int) -> None:
+        """Only the entries and index keys of a layer, from the streams that enter it; `flow.y` is
+        written back, and `flow` stays the layer's input."""
+        w = self.weights.layers[layer]
+        coef = flow.coef
+        u = self._enter(flow, w.attn_norm, None).u
+        flow.coef = coef
+        attention = w.attention
+        assert attention.raw is not None
+        raw = self._gemm(u, attention.raw, dtype=torch.float32)
+        self._write_entry(layer, self.args.roles[layer], attention, raw, chunk)
+
+    def logits(self, flow: Flow, wanted: slice) -> Tensor:
+        """Of these rows, float32 [*, V]."""
+        u = self._enter(flow, self.weights.norm, None).u[wanted].contiguous()
+        return self._gemm(u, self.weights.head, dtype=torch.float32)
+
+    # ---- pieces ----------------------------------------------------------------------------
+
+    def _gemm(self, x: Tensor, w: Weight, **options: Any) -> Tensor:
+        return prefill_gemm.gemm(x, w, plan=self.plans.gemm, **options)
+
+    def _enter(self, flow: Flow, norm: Tensor, mix: Mix | None) -> Entered:
+        """Write the output back and collapse; `flow` then holds the streams and the next
+        coefficients."""
+        args = self.args
+        entered = prefill_streams.enter(
+            flow.x, norm, y=flow.y, shared=flow.shared, coef=flow.coef, pre=flow.pre, mix=mix,
+            iters=args.hc_sinkhorn_iters, eps=args.hc_eps, norm_eps=args.rms_norm_eps,
+            plan=self.plans.streams,
+        )  # fmt: skip
+        flow.x, flow.coef = entered.x, entered.coef
+        flow.y = flow.shared = flow.pre = None
+        return entered
+
+    def _inject(self, layer: int, flow: Flow, table_rows: Tensor) -> None:
+        memory = self.weights.layers[layer].engram
+        assert memory is not None
+        if flow.y is not None:
+            flow.x = mhc.boundary(flow.x, None, y=flow.y, shared=flow.shared, coef=flow.coef)[0]
+            flow.y = flow.shared = None
+        found = prefill_gemm.values(engram.gather_rows(memory.values, memory.scales, table_rows))
+        kv = self._gemm(found, memory.wkv)
+        flow.x = engram.inject(flow.x, kv, memory.gate, norm_eps=self.args.rms_norm_eps)
+
+    def _attention(
+        self,
+        layer: int,
+        role: LayerRole,
+        w: AttentionWeights,
+        entered: Entered,
+        chunk: Chunk,
+        write: bool,
+    ) -> Tensor:
+        args, caches = self.args, self.caches
+        turn = chunk.turns[_MAIN_TURN if role.ratio else _WINDOW_TURN]
+        raw = None
+        if w.raw is not None:
+            raw = self._gemm(entered.u, w.raw, dtype=torch.float32)
+            if role.owns_kv and write:
+                self._write_entry(layer, role, w, raw, chunk)
+        window = self._chunk_window(layer, chunk)
+        c = latents.split_latents(
+            self._gemm(entered.quantised, w.w_in), w.q_norm, w.kv_norm, *turn, chunk.window_dest,
+            window, norm_eps=args.rms_norm_eps,
+        )  # fmt: skip
+        kept, ring_rows = chunk.kept
+        before = args.sliding_window - 1
+        new = window[before + chunk.count - kept : before + chunk.count]
+        caches.window[layer].index_copy_(0, ring_rows, new)
+        query = self._gemm(prefill_gemm.values(c), w.w_query)
+        main = chosen = None
+        if role.ratio:
+            if role.runs_indexer:
+                assert raw is not None
+                chunk.selected[layer] = self._select(layer, role, query, raw, chunk)
+            main = caches.main[role.kv_source]
+            chosen = chunk.selected[role.index_source].address
+        o = prefill_attention.attend_rows(
+            query, *turn, prefill_attention.window_values(window),
+            chunk.window_first[role.decoder], w.sink, places=args.sliding_window,
+            scale=args.head_dim**-0.5, main=main, main_rows=chosen, plan=self.plans.attention,
+        )  # fmt: skip
+        t = self._gemm(o.flatten(1), w.wo_a, blocks=w.groups, quantize=True)
+        return self._gemm(t, w.wo_b)
+
+    def _chunk_window(self, layer: int, chunk: Chunk) -> Tensor:
+        """Records uint8 [W - 1 + R, bytes]: those before the chunk from the ring, room for its
+        own. One buffer for all layers."""
+        ring = self.caches.window[layer]
+        before = self.args.sliding_window - 1
+        need = before + chunk.rows
+        if self._window is None or self._window.shape[0] < need:
+            self._window = ring.new_zeros(need, ring.shape[1])
+        window = self._window[:need]
+        torch.index_select(ring, 0, chunk.ring_before, out=window[:before])
+        return window
+
+    def _write_entry(
+        self, layer: int, role: LayerRole, w: AttentionWeights, raw: Tensor, chunk: Chunk
+    ) -> None:
+        assert w.entry is not None
+        caches, eps = self.caches, self.args.rms_norm_eps
+        pending = None
+        if role.ratio == 2:
+            # Nothing is kept by the kernel: rows that are further apart than the ring is long
+            # would share a place of it.
+            pending = caches.pending[layer], chunk.before, torch.full_like(chunk.before, -1)
+        turn = chunk.turns[_MAIN_TURN if role.ratio == 1 else _PAIR_TURN]
+        dest = chunk.entry[role.ratio]
+        latent = cache.write_entries(
+            "main", raw, w.entry.norm, *turn, dest, caches.main[layer], norm_eps=eps,
+            pending=pending, latent=True,
+        )  # fmt: skip
+        assert latent is not None
+        key = self._gemm(latent, w.entry.wk)
+        cache.write_entries(
+            "index", key, w.entry.k_norm, *turn, dest, caches.index[layer], norm_eps=eps
+        )
+        if role.ratio == 2:
+            kept, ring_rows = chunk.pending
+            width = caches.pending[layer].shape[1]
+            new = raw[chunk.count - kept : chunk.count, :width]
+            caches.pending[layer].index_copy_(0, ring_rows, new)
+
+    def _select(
+        self, layer: int, role: LayerRole, query: Tensor, raw: Tensor, chunk: Chunk
+    ) -> index.Selected:
+        args = self.args
+        heads, width = args.index_n_heads, args.index_head_dim
+        queries = index.index_queries(
+            query, *chunk.turns[_MAIN_TURN], heads=heads, channels=width,
+            start=query.shape[1] - heads * width,
+        )  # fmt: skip
+        weights: dict[str, Any] = {
+            "weight_scale": width**-0.5 * heads**-0.5,
+            "weight_start": raw.shape[1] - heads,
+        }
+        if layer >= args.candidate_source_layer_id:
+            return self._select_restricted(role, queries, raw, chunk, weights)
+        plan = self.plans.index
+        if self._held is None or self._held.keys.shape[0] < chunk.rows:
+            self._held = prefill_index.Candidates.of(
+                chunk.rows, args.index_topk, query.device, plan
+            )
+        return prefill_index.stream_top(
+            queries, raw, self.caches.index[role.kv_source], chunk.base[role.ratio],
+            chunk.reach[role.ratio], args.index_topk, skip=args.index_topk, held=self._held,
+            plan=plan, **weights,
+        )  # fmt: skip
+
+    def _select_restricted(
+        self, role: LayerRole, queries: Tensor, raw: Tensor, chunk: Chunk, weights: dict[str, Any]
+    ) -> index.Selected:
+        """Both levels by the decode step's kernels, few rows at a time: the decoder runs on the
+        last window of a prompt only."""
+        args, caches = self.args, self.caches
+        block, keep, k = args.candidate_block_size, args.candidate_topk_blocks, args.index_topk
+        skip = min(k, keep * block)
+        found: list[index.Selected] = []
+        if role.publishes_candidates:
+            chunk.blocks.clear()
+        for number, first in enumerate(range(0, chunk.rows, _SELECT_ROWS)):
+            some = slice(first, first + _SELECT_ROWS)
+            base, reach = chunk.base[role.ratio][some], chunk.reach[role.ratio][some]
+            blocks = chunk.blocks[number] if role.restricted else None
+            entries = caches.entries[role.ratio - 1]
+            scores = index.index_scores(
+                queries[some], raw[some], caches.index[role.kv_source], base, reach,
+                capacity=entries if blocks is None else keep * block, skip=skip, blocks=blocks,
+                **weights,
+            )  # fmt: skip
+            if role.publishes_candidates:
+                chunk.blocks.append(
+                    index.candidate_blocks(scores, reach, block=block, keep=keep, skip=skip)
+                )
+            found.append(index.select_top(scores, base, reach, k, skip=skip, blocks=blocks))
+        parts = zip(*((s.entries, s.address, s.counts) for s in found), strict=True)
+        return index.Selected(*(torch.cat(part) for part in parts))
+
+    def _experts(self, w: ExpertWeights, entered: Entered, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """Picked outputs bfloat16 [R, K, D] and the shared expert's [R, D]."""
+        args, plan = self.args, self.plans.experts
+        limit, v = args.swiglu_limit, entered.quantised
+        logits = self._gemm(entered.u, w.gate, dtype=torch.float32)
+        picks, weights = routing.route(
+            logits, w.bias, chunk.positions, k=w.picks, scale=args.routed_scaling_factor,
+            temperature=args.gate_temp,
+        )  # fmt: skip
+        found = prefill_experts.sort_picks(picks, w.gate.rows, plan=plan)
+        h = prefill_experts.sorted_up(v, found, weights, w.w13, limit=limit, plan=plan)
+        y = prefill_experts.sorted_down(h, found, w.w2, rows=chunk.rows, plan=plan)
+        shared = moe.swiglu_rows(self._gemm(v, w.shared13), limit=limit)
+        return y, self._gemm(prefill_gemm.values(shared), w.shared2)
+
+
+def _mix(w: MixWeights) -> Mix:
+    return Mix.of(w.fn, w.base, w.scale)

@@ -1,0 +1,211 @@
+"""What a prompt needs: device memory of a chunk, and arithmetic and bytes by part of the model.
+
+Owns: the memory plan (how many rows run at once, refused with the number that would fit), the work
+of a prompt by stage from sizes alone. The limit that a measurement is compared with is `limit_s`.
+Knows nothing of: torch, weights, measurements.
+
+Letters: R rows of a chunk, N tokens, S residual streams, D hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deepdraft.arch import V41Args
+from deepdraft.errors import StateError
+
+CHUNKS = (32768, 16384, 8192, 4096, 2048, 1024, 512, 256)
+"""Rows of a chunk, from the most on."""
+_RESERVE = 1.1
+"""Room for what the allocator rounds up."""
+_FP8 = 1 + 1 / 1024
+_FP4 = 0.5 + 1 / 32
+_WINDOW, _MAIN, _INDEX = 1 + 1 / 32, 0.5 + 1 / 16, 0.5 + 1 / 32
+
+
+# ---- memory --------------------------------------------------------------------------------
+
+
+def held_candidates(args: V41Args) -> int:
+    """Candidates of a row in the index kernel (`prefill_index.held_places` of its plan)."""
+    return 1 << (4 * args.index_topk - 1).bit_length()
+
+
+def workspace_bytes(args: V41Args, rows: int) -> int:
+    """Device memory that a chunk of so many rows needs beside weights and state: the most that is
+    live at once, in attention, in the experts or between them."""
+    d, c, f = args.hidden_size, args.head_dim, args.moe_intermediate_size
+    k, streams = args.num_experts_per_tok, args.hc_mult * args.hidden_size
+    heads = args.num_attention_heads * c
+    index = args.index_n_heads * args.index_head_dim
+    mix = (2 + args.hc_mult) * args.hc_mult
+    raw = 4 * (2 * c + args.index_n_heads)
+    entered = 2 * streams + 4 * d + 4 * mix  # streams, input, the same quantised, coefficients
+    grouped = args.o_groups * args.o_lora_rank
+    sources = sum(role.runs_indexer for role in args.roles[: args.decoder_start])
+    # Tables, addresses and selections live as long as the chunk; candidates and windows always.
+    fixed = 3 * 2 * 4 * (args.qk_rope_head_dim // 2) + 16 * 4 + sources * 2 * 4 * args.index_topk
+    fixed += 8 * held_candidates(args) + int(c * (_WINDOW + 2))
+    engram = 0
+    if args.engram_layer_ids:
+        groups = (args.engram_max_ngram_size - 1) * args.engram_n_heads
+        table = groups * args.engram_head_dim
+        fixed += len(args.engram_layer_ids) * groups * 8
+        engram = 4 * streams + 4 * table + 2 * (args.hc_mult + 1) * d
+    latents = 2 * (args.q_lora_rank + c) + 3 * args.q_lora_rank
+    attention = entered + raw + latents + 2 * (heads + index) + 2 * index + 2 * heads
+    output = entered + raw + 2 * (heads + index) + 2 * heads + 2 * grouped + 2 * d
+    experts = entered + 4 * args.n_routed_experts + 2 * k * (f + d) + 7 * f + 2 * d + 40 * k
+    between = 2 * streams + entered + 2 * k * d + 2 * d
+    row = fixed + max(attention, output, experts, between, engram)
+    tail = args.sliding_window * (2 * streams + 4 * args.hc_mult)
+    # The replay's scores of 16 rows over the whole context are counted with the state.
+    return int(_RESERVE * (rows * row + 2 * tail))
+
+
+def state_bytes(args: V41Args, tokens: int, *, spare: int = 64) -> int:
+    """One sequence of so many tokens in packed records (architecture notes 8.1), and the rotary
+    tables and token ids of its positions."""
+    c, ci = args.head_dim, args.index_head_dim
+    layers = args.num_hidden_layers + args.num_nextn_predict_layers
+    total = layers * (args.sliding_window + spare) * c * _WINDOW
+    for source in args.kv_source_layer_ids:
+        entries = -(-tokens // args.compress_ratios[source])
+        total += entries * (c * _MAIN + ci * _INDEX)
+    return int(total + tokens * (4 + 16 * (args.qk_rope_head_dim // 2)))
+
+
+def replay_bytes(args: V41Args, tokens: int) -> int:
+    """Scores of the decoder's replay: 16 rows over all entries, and their blocks."""
+    return int(16 * 4 * tokens * (1 + 2 / args.candidate_block_size))
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """`rows` run at once; bytes beside the weights: of chunks, of one sequence's state."""
+
+    rows: int
+    workspace: int
+    state: int
+
+
+def plan_prefill(
+    args: V41Args, tokens: int, free: int, *, chunks: tuple[int, ...] = CHUNKS, state: bool = True
+) -> PrefillPlan:
+    """The largest chunk with which a prompt of `tokens` fits into `free` bytes; `state` False: its
+    sequence is allocated already. StateError, with how many tokens would fit, where none does."""
+    held = state_bytes(args, tokens) if state else 0
+    # A chunk is no longer than the prompt needs.
+    wanted = [rows for rows in sorted(chunks, reverse=True) if rows < 2 * tokens] or [min(chunks)]
+    for rows in wanted:
+        work = max(workspace_bytes(args, rows), replay_bytes(args, tokens))
+        if held + work <= free:
+            return PrefillPlan(rows, work, held)
+    least = min(chunks)
+    fitting = _most_tokens(args, free, least, state=state)
+    raise StateError(
+        f"a prompt of {tokens} tokens needs {held / 1e9:.2f} GB of state and "
+        f"{max(workspace_bytes(args, least), replay_bytes(args, tokens)) / 1e9:.2f} GB to work in, "
+        f"{free / 1e9:.2f} GB are free; {fitting} tokens would fit"
+    )
+
+
+def _most_tokens(args: V41Args, free: int, rows: int, *, state: bool) -> int:
+    low, high = 0, args.max_position_embeddings
+    while low < high:
+        middle = (low + high + 1) // 2
+        held = state_bytes(args, middle) if state else 0
+        work = max(workspace_bytes(args, rows), replay_bytes(args, middle))
+        low, high = (middle, high) if held + work <= free else (low, middle - 1)
+    return low
+
+
+# ---- work ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Of one chunk: floating-point operations and bytes of device memory, each counted once."""
+
+    flop: float
+    bytes: float
+
+
+def chunk_work(args: V41Args, rows: int, context: int, *, experts: int | None = None) -> dict[
+    str, Stage
+]:  # fmt: skip
+    """The encoder's work on `rows` rows that begin at position `context`, by stage. `experts`:
+    different ones that a layer reads (all)."""
+    d, c, f = args.hidden_size, args.head_dim, args.moe_intermediate_size
+    heads = args.num_attention_heads * c
+    wide, k = args.o_groups * args.o_lora_rank, args.num_experts_per_tok
+    roles = args.roles[: args.decoder_start]
+    layers = len(roles)
+    dense = (args.q_lora_rank + c) * d + args.q_lora_rank * heads + heads * args.o_lora_rank
+    dense += wide * d
+    index = args.index_n_heads * args.index_head_dim
+    stages: dict[str, Stage] = {}
+
+    def matrix(name: str, weights: float, width: float, traffic: float) -> None:
+        stages[name] = Stage(2.0 * rows * weights, weights * width + rows * traffic)
+
+    entry = sum(role.ratio * c * d + args.index_head_dim * c for role in roles if role.owns_kv)
+    entry += c * d + args.index_head_dim * c  # the decoder's entries
+    queries = sum(
+        index * args.q_lora_rank + args.index_n_heads * d for r in roles if r.runs_indexer
+    )
+    moving = 2 * (3 * d + 2 * args.q_lora_rank + c + 2 * heads + 2 * wide)
+    matrix("attention products", layers * dense, _FP8, layers * moving)
+    matrix("index and entry products", entry + queries, 1.5, 6 * d)
+    matrix("shared experts", layers * 3 * d * f, _FP8, layers * (4 * d + 8 * f))
+    matrix("router", layers * d * args.n_routed_experts, 2, layers * (2 * d))
+    read = args.n_routed_experts if experts is None else experts
+    stages["routed experts"] = Stage(
+        2.0 * rows * layers * k * 3 * d * f,
+        layers * (read * 3 * d * f * _FP4 + rows * k * (4 * d + 4 * f)),
+    )
+    mix = (2 + args.hc_mult) * args.hc_mult
+    streams = args.hc_mult * d
+    # One read and one write of the streams a sublayer, picks and inputs beside them.
+    stages["residual streams"] = Stage(
+        2.0 * 3 * rows * layers * 2 * mix * streams,
+        rows * layers * (2 * 4 * streams + 2 * (k + 2) * d + 2 * 6 * d),
+    )
+    if args.engram_layer_ids:
+        groups = (args.engram_max_ngram_size - 1) * args.engram_n_heads * args.engram_head_dim
+        count = len(args.engram_layer_ids)
+        matrix(
+            "engram", count * groups * (args.hc_mult + 1) * d, _FP8,
+            count * (groups * 4 + 4 * (args.hc_mult + 1) * d + 4 * streams),
+        )  # fmt: skip
+    scored = keys = selected = 0.0
+    for role in roles:
+        if role.runs_indexer:
+            reach = (context + rows / 2) / role.ratio
+            scored += rows * reach
+            keys += (context + rows) / role.ratio * args.index_head_dim * _INDEX
+        entries = min(args.index_topk, (context + rows / 2) / role.ratio) if role.ratio else 0
+        selected += rows * (min(args.sliding_window, context + rows / 2) + entries)
+    stages["index scores"] = Stage(2.0 * scored * index, keys)
+    stages["attention"] = Stage(4.0 * selected * heads, layers * rows * 2 * 2 * heads)
+    return stages
+
+
+def prompt_work(
+    args: V41Args, tokens: int, *, chunk: int = 8192, experts: int | None = None
+) -> dict[str, Stage]:
+    """The encoder's work on a whole prompt, by stage."""
+    total: dict[str, Stage] = {}
+    for at in range(0, tokens, chunk):
+        for name, stage in chunk_work(args, min(chunk, tokens - at), at, experts=experts).items():
+            old = total.get(name, Stage(0.0, 0.0))
+            total[name] = Stage(old.flop + stage.flop, old.bytes + stage.bytes)
+    return total
+
+
+def limit_s(work: dict[str, Stage], *, flops: float, rate: float) -> float:
+    """Seconds at `flops` operations and `rate` bytes a second: the larger of all arithmetic and
+    all bytes."""
+    return max(
+        sum(s.flop for s in work.values()) / flops, sum(s.bytes for s in work.values()) / rate
+    )
