@@ -102,12 +102,14 @@ class Flow:
             self.y = self.shared = None
 
     def enter(
-        self, norm: Tensor, eps: float, hidden_out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, QuantRows]:
-        """Write the output back and collapse: the streams, the next input [R, D] and its FP8."""
+        self, norm: Tensor, eps: float, hidden_out: Tensor | None = None,
+        ahead: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, QuantRows]:  # fmt: skip
+        """Write the output back and collapse: the streams, the next input [R, D] and its FP8.
+        `ahead`: weights that are read soon."""
         self.x, u, quant = mhc.boundary(
             self.x, norm, y=self.y, shared=self.shared, coef=self.coef, pre=self.pre,
-            hidden_out=hidden_out, norm_eps=eps,
+            hidden_out=hidden_out, norm_eps=eps, ahead=ahead,
         )  # fmt: skip
         self.y = self.shared = None
         assert u is not None and quant is not None
@@ -261,7 +263,7 @@ class DeviceStep:
         """One layer: attention, then experts; what it adds last waits in `flow`."""
         args, w = self.args, self.weights.layers[layer]
         eps = args.rms_norm_eps
-        _, u, u_quant = flow.enter(w.attn_norm, eps)
+        _, u, u_quant = flow.enter(w.attn_norm, eps, ahead=w.attention.w_query.values)
         self._note(f"L{layer}.stream_in", flow.x)
         self._note(f"L{layer}.attn_in", u)
         with self.lanes.aside("mix"):
@@ -354,7 +356,7 @@ class DeviceStep:
             return attention_out(o, w, self.joins, skip)
         o = attention.sparse_attention(
             query, *turn, window, places.lists[int(role.decoder)], w.sink,
-            scale=args.head_dim**-0.5, main=main, main_rows=chosen,
+            scale=args.head_dim**-0.5, main=main, main_rows=chosen, ahead=w.wo_a.values,
         )  # fmt: skip
         self._note(f"L{layer}.attn_o", o)
         return attention_out(o, w, self.joins, skip)

@@ -7,7 +7,7 @@ import torch
 
 from deepdraft.errors import ConfigError
 from deepdraft.kernels import gemv, moe
-from deepdraft.kernels.native import fragments, trials
+from deepdraft.kernels.native import fragments, plans, stream, trials
 from deepdraft.kernels.runtime import pad_rows
 from deepdraft.ops import gemm
 from deepdraft.quant import formats
@@ -136,6 +136,21 @@ def test_weights_without_the_shared_expert_are_refused():
     w = usual.streamed_experts(case.parts, 1)[1]
     with pytest.raises(ValueError, match="is no shared expert"):
         fragments.with_shared_down(w, case.own[0][0][:32], case.own[0][1][:1])
+
+
+def test_bulk_plans_are_those_in_use_with_bulk_copies():
+    for kind, rows, cols in plans.BULK:
+        plan_of = fragments.dense_stream_plan if kind == "dense" else fragments.expert_stream_plan
+        trials.use(())
+        usual_plan = plan_of(rows, cols)
+        trials.use(["bulk"])
+        bulk = plan_of(rows, cols)
+        assert bulk.bulk and not usual_plan.bulk
+        # What decides the order of sums is as it was.
+        for name in ("groups", "across", "split", "fold"):
+            assert getattr(bulk, name) == getattr(usual_plan, name), (kind, rows, cols)
+        own = {"dense": stream.FP8_ROWS}.get(kind, stream.UP if rows < cols else stream.DOWN)
+        assert (stream.shared_bytes(own, bulk) + 1024) * bulk.blocks <= 228 * 1024
 
 
 def test_unknown_trials_are_refused(monkeypatch):

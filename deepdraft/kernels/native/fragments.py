@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from deepdraft.kernels.layout import GROUP, _arrivals, _checked_scales, _even
-from deepdraft.kernels.native.plans import MEASURED
+from deepdraft.kernels.native import trials
+from deepdraft.kernels.native.plans import BULK, MEASURED
 
 UNIT = 32
 _MULTIPROCESSORS = 132
@@ -72,9 +73,13 @@ def stream_plans(kind: str, groups: int) -> Iterator[StreamPlan]:
         yield StreamPlan(each, step, across, warps // across, split, depth)
 
 
+def _measured(key: tuple[str, int, int]) -> tuple[int, ...] | None:
+    return BULK[key] if key in BULK and trials.on("bulk") else MEASURED.get(key)
+
+
 def dense_stream_plan(rows: int, cols: int) -> StreamPlan | None:
     """Plan of a dense FP8 matrix: the one whose blocks have the most even work."""
-    if (found := MEASURED.get(("dense", rows, cols))) is not None:
+    if (found := _measured(("dense", rows, cols))) is not None:
         return StreamPlan(*found) if found else None
 
     def cost(plan: StreamPlan) -> float:
@@ -89,7 +94,7 @@ def dense_stream_plan(rows: int, cols: int) -> StreamPlan | None:
 
 def expert_stream_plan(rows: int, cols: int) -> StreamPlan | None:
     """Plan of one expert's MXFP4 matrix: as many warps by columns as can be."""
-    if (found := MEASURED.get(("expert", rows, cols))) is not None:
+    if (found := _measured(("expert", rows, cols))) is not None:
         return StreamPlan(*found) if found else None
     return next(stream_plans("fp4", cols // GROUP), None)
 

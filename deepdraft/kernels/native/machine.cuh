@@ -57,6 +57,10 @@ __device__ __forceinline__ void copy_bulk(u32 to, const u8* from, u32 bytes, u32
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
+// Have bytes (a multiple of 16) brought into the L2 cache, without waiting.
+__device__ __forceinline__ void prefetch_l2(const u8* from, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
 __device__ __forceinline__ void barriers_made() {
     asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -141,3 +145,11 @@ __device__ __forceinline__ float divide(float a, float b) {
 #endif
 
 __device__ __forceinline__ float bf16_value(u32 bits) { return __uint_as_float(bits << 16); }
+// One warp of each block has its share of some weights brought into the L2 cache.
+__device__ __forceinline__ void prefetch_share(const u8* from, u64 bytes) {
+    constexpr u64 PIECE = 8192;
+    const u64 blocks = gridDim.x * gridDim.y, block = blockIdx.y * gridDim.x + blockIdx.x;
+    if (threadIdx.x < 32)
+        for (u64 at = (block + blocks * threadIdx.x) * PIECE; at < bytes; at += 32 * blocks * PIECE)
+            prefetch_l2(from + at, (u32)(bytes - at < PIECE ? bytes - at : PIECE));
+}

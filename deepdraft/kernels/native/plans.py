@@ -36,3 +36,14 @@ MEASURED: dict[tuple[str, int, int], tuple[int, ...]] = {
 }
 """("dense" or "expert", rows, columns) -> groups, step, across, down, split, depth, fold; ():
 the Triton kernel was faster."""
+
+BULK: dict[tuple[str, int, int], tuple[int, ...]] = {
+    ("dense", 1792, 5120): (5, 1, 8, 1, 4, 4, 0, 1),
+    ("dense", 4608, 5120): (4, 2, 8, 1, 5, 2, 0, 1),
+    ("dense", 5120, 8192): (8, 2, 8, 1, 4, 4, 0, 1),
+    ("dense", 8192, 4096): (8, 2, 16, 1, 1, 2, 0, 1),
+    ("expert", 576, 5120): (10, 2, 16, 1, 1, 5, 1, 1),
+    ("expert", 4608, 5120): (10, 1, 16, 1, 1, 10, 1, 1),
+    ("expert", 5120, 2304): (9, 3, 8, 1, 1, 6, 1, 1),
+}
+"""Likewise, and bulk 1: faster alone than `MEASURED`; no whole step has run with them (trial)."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepdraft.kernels.layout import Tiled
-from deepdraft.kernels.native import build, stages
+from deepdraft.kernels.native import build, stages, trials
 from deepdraft.kernels.runtime import ROW_TILE, programmatic_launch
 
 OWN = 8
@@ -47,7 +47,8 @@ def fits(gate: Tiled, picks: int) -> bool:
 
 def macros(experts: int, picks: int) -> dict[str, int]:
     """Macros of one variant of route.cu."""
-    return {"E": experts, "K": picks, "OWN": OWN, "SHARED_BYTES": _shared_bytes(picks)}
+    early = {"EARLY": 1} if trials.on("early") else {}
+    return {**early, "E": experts, "K": picks, "OWN": OWN, "SHARED_BYTES": _shared_bytes(picks)}
 
 
 def _shared_bytes(picks: int) -> int:

@@ -18,6 +18,8 @@ NAMES = {
     "joined": "attention's chunks are combined by the block that arrives last",
     "early": "the router lets the experts start when it has its rows",
     "ahead": "attention has the output map's weights brought into the L2 cache",
+    "query": "the boundary has the query map's weights brought into the L2 cache",
+    "bulk": "plans with bulk copies, where they were faster alone (read at load)",
     "lanes": "every lane arrives at the barriers of sums (racecheck; slower)",
 }
 _chosen: frozenset[str] | None = None
