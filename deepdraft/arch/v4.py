@@ -40,6 +40,18 @@ class V4Args(DecoderArgs):
     hc_sinkhorn_iters: int
     hc_eps: float
     num_nextn_predict_layers: int = 0
+    """Drafter layers. The DSpark sizes below are 0 where they are of another kind."""
+    dspark_block_size: int = 0
+    dspark_noise_token_id: int = 0
+    dspark_target_layer_ids: tuple[int, ...] = ()
+    """Layers whose output the drafter is told of."""
+    dspark_markov_rank: int = 0
+
+    @property
+    def drafter_kind(self) -> StateKind:
+        """Window keys of confirmed tokens, one ring for each drafter layer."""
+        w, layers = self.sliding_window, self.num_nextn_predict_layers
+        return StateKind("drafter", "window KV, drafter", layers, self.head_dim, ring=w, before=w)
 
     @property
     def family(self) -> str:

@@ -44,8 +44,6 @@ def parse_v4(config: dict[str, Any], *, accept_unknown: Iterable[str] = ()) -> V
     top.fixed_or_absent("topk_group", 1)
     top.fixed_or_absent("moe_layer_freq", 1)
     top.fixed_or_absent("expert_dtype", "fp4", "fp8")
-    # Of the drafter, whose tensors stay unread.
-    top.read.update(key for key in top.values if key.startswith("dspark_"))
     layers, drafter = (
         fields["num_hidden_layers"],
         top.integer_or("num_nextn_predict_layers", 0, high=16),
@@ -67,6 +65,7 @@ def parse_v4(config: dict[str, Any], *, accept_unknown: Iterable[str] = ()) -> V
     }
     fields["hc_mult"] = top.integer("hc_mult", low=1, high=64)
     fields["hc_sinkhorn_iters"] = top.integer("hc_sinkhorn_iters", low=1, high=1000)
+    fields |= _dspark(top, fields, drafter)
     sections = read_quantization(top)
     kinds, csa_ratio, hca_ratio, more = _attention(top, layers, drafter)
     sections += more
@@ -98,6 +97,26 @@ def parse_v4(config: dict[str, Any], *, accept_unknown: Iterable[str] = ()) -> V
     refuse_unknown([top, *sections], frozenset(accept_unknown))
     _check(args)
     return args
+
+
+def _dspark(top: Section, fields: dict[str, Any], drafter: int) -> dict[str, Any]:
+    """Sizes of DSpark layers; nothing where `dspark_block_size` is missing: the drafter is of
+    another kind then, and its tensors stay unread."""
+    top.read.update(key for key in top.values if key.startswith("dspark_"))
+    if not drafter or not top.has("dspark_block_size"):
+        return {}
+    layers, vocabulary = fields["num_hidden_layers"], fields["vocab_size"]
+    targets = top.integers("dspark_target_layer_ids")
+    if not targets or list(targets) != sorted(set(targets)) or targets[-1] >= layers:
+        raise ConfigError(
+            f"dspark_target_layer_ids = {show(list(targets))} must rise and lie in 0..{layers - 1}"
+        )
+    return {
+        "dspark_block_size": top.integer("dspark_block_size", low=1, high=64),
+        "dspark_noise_token_id": top.integer("dspark_noise_token_id", high=vocabulary - 1),
+        "dspark_target_layer_ids": tuple(targets),
+        "dspark_markov_rank": top.integer("dspark_markov_rank", low=1, high=MAX_EXPERTS),
+    }
 
 
 def _attention(

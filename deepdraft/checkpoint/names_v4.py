@@ -1,10 +1,12 @@
 """Every tensor of a DeepSeek-V4 checkpoint: names as published, shapes from the sizes.
 
 Formats are open: FP8 blocks, MXFP4 experts, BF16 or F32 (`resolve`). The drafter's tensors
-(`mtp.*`) are known by their prefix only. Knows nothing of: files, torch.
+(`mtp.*`) are known where it consists of DSpark layers, else by their prefix only. Knows nothing of:
+files, torch.
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from deepdraft.arch import V4Args
 from deepdraft.checkpoint.names import Entry
@@ -13,7 +15,7 @@ Shape = tuple[int, ...]
 
 
 def v4_entries(args: V4Args) -> Iterator[Entry]:
-    """The table, without the drafter."""
+    """The table, DSpark layers included."""
     d, s = args.hidden_size, args.hc_mult
     ends = "embed and head"
     yield _plain("embed.weight", (args.vocab_size, d), ends)
@@ -24,10 +26,32 @@ def v4_entries(args: V4Args) -> Iterator[Entry]:
         yield _plain(f"hc_head_{name}", shape, "mHC")
     for layer in range(args.num_hidden_layers):
         yield from _layer(args, layer)
+    if args.dspark_block_size:
+        for entry in _dspark(args):
+            group = "MTP experts" if "experts" in entry.group else "MTP"
+            yield replace(entry, group=group, module="mtp", optional="DSpark layers")
+
+
+def _dspark(args: V4Args) -> Iterator[Entry]:
+    """Window-only layers with a map in front of the first and heads behind the last."""
+    d, s, rank = args.hidden_size, args.hc_mult, args.dspark_markov_rank
+    for number in range(args.num_nextn_predict_layers):
+        yield from _block(args, f"mtp.{number}.", "window", 0, hashed=False)
+    yield _linear("mtp.0.main_proj", (d, d * len(args.dspark_target_layer_ids)), "")
+    yield _plain("mtp.0.main_norm.weight", (d,), "")
+    at = f"mtp.{args.num_nextn_predict_layers - 1}."
+    yield _plain(f"{at}norm.weight", (d,), "")
+    for name, shape in (("fn", (s, s * d)), ("base", (s,)), ("scale", (1,))):
+        yield _plain(f"{at}hc_head_{name}", shape, "")
+    yield _plain(f"{at}markov_head.markov_w1.weight", (args.vocab_size, rank), "")
+    yield _plain(f"{at}markov_head.markov_w2.weight", (args.vocab_size, rank), "")
+    yield _plain(f"{at}confidence_head.proj.weight", (1, d + rank), "")
 
 
 def v4_unread(args: V4Args, names: Iterable[str]) -> list[str]:
     """Those of `names` that belong to the drafter layers which the configuration announces."""
+    if args.dspark_block_size:
+        return []
     prefixes = tuple(f"mtp.{i}." for i in range(args.num_nextn_predict_layers))
     return [name for name in names if prefixes and name.startswith(prefixes)]
 
@@ -41,25 +65,29 @@ def _linear(stem: str, shape: Shape, group: str) -> Entry:
 
 
 def _layer(args: V4Args, layer: int) -> Iterator[Entry]:
-    d, s, at = args.hidden_size, args.hc_mult, f"layers.{layer}."
+    kind, hashed = args.attention[layer], layer < args.num_hash_layers
+    yield from _block(args, f"layers.{layer}.", kind, args.ratio(layer), hashed=hashed)
+
+
+def _block(args: V4Args, at: str, kind: str, ratio: int, *, hashed: bool) -> Iterator[Entry]:
+    d, s, width = args.hidden_size, args.hc_mult, args.head_dim
     mixes = s * (2 + s)
     for part in ("attn", "ffn"):
         yield _plain(f"{at}{part}_norm.weight", (d,), "norms and sinks")
         for name, shape in (("fn", (mixes, s * d)), ("base", (mixes,)), ("scale", (3,))):
             yield _plain(f"{at}hc_{part}_{name}", shape, "mHC")
     yield from _attention(args, f"{at}attn.")
-    kind, width = args.attention[layer], args.head_dim
     if kind != "window":
         overlap = 2 if kind == "csa" else 1
         stem = f"{at}attn.compressor"
-        yield from _compressor(stem, d, overlap * width, width, args.ratio(layer), "compressors")
+        yield from _compressor(stem, d, overlap * width, width, ratio, "compressors")
     if kind == "csa":
         width, heads, stem = args.index_head_dim, args.index_n_heads, f"{at}attn.indexer"
         yield _linear(f"{stem}.wq_b", (heads * width, args.q_lora_rank), "indexers")
         yield _linear(f"{stem}.weights_proj", (heads, d), "indexers")
         stem += ".compressor"
         yield from _compressor(stem, d, 2 * width, width, args.csa_ratio, "indexers")
-    yield from _experts(args, f"{at}ffn.", hashed=layer < args.num_hash_layers)
+    yield from _experts(args, f"{at}ffn.", hashed=hashed)
 
 
 def _attention(args: V4Args, at: str) -> Iterator[Entry]:

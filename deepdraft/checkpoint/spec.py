@@ -31,6 +31,10 @@ NOT_IN_LOGITS = frozenset(
         "pad_token_id",
         "num_nextn_predict_layers",
         "scale_fmt",
+        "dspark_block_size",
+        "dspark_noise_token_id",
+        "dspark_target_layer_ids",
+        "dspark_markov_rank",
     )
 )
 """Effective values that bound or end a text, belong to a drafter, or to quantised inputs only."""

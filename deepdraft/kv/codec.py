@@ -346,7 +346,8 @@ def adopt_prefix(state: Sequence, token_ids: list[int]) -> None:
     """Set the counters of another family's sequence to: these tokens' rows are all there."""
     state.token_ids[:] = token_ids
     state.written = state.resumed = len(token_ids)
-    state.tail = None
+    # An engine tells the drafter before it stores; rows that it was not told of are zero.
+    state.fed, state.tail = (0, len(token_ids)), None
 
 
 def adopt_checkpoint(

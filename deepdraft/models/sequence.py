@@ -124,6 +124,8 @@ class Sequence:
         """Highest position ever written plus one: rings hold what is less than a ring below it."""
         self.tail: tuple[int, Tensor] | None = None
         """The last position that the drafter was told of, and its hidden state [D]."""
+        self.fed = (0, 0)
+        """Positions [first, end) of which a drafter with rings was told."""
         self.resumed = 0
         """Rings hold no more than their last rows before this position."""
 
@@ -139,6 +141,8 @@ class Sequence:
     @property
     def drafter_tokens(self) -> int:
         """Tokens of which the drafter was told."""
+        if self.fed[1]:
+            return self.fed[1]
         return 0 if self.tail is None else self.tail[0] + 1
 
     def items(self) -> list[StateItem]:
@@ -205,6 +209,7 @@ class Sequence:
         del self.token_ids[m:]
         if self.tail is not None and self.tail[0] >= m:
             self.tail = None
+        self.fed = min(self.fed[0], m), min(self.fed[1], m)
         if m == 0:
             self.written = self.resumed = 0
 
@@ -236,6 +241,7 @@ class Sequence:
     def _copy_to(self, other: Sequence, rows: list[Tensor]) -> Sequence:
         other.token_ids = list(self.token_ids)
         other.written, other.tail, other.resumed = self.written, self.tail, self.resumed
+        other.fed = self.fed
         if rows:
             with torch.inference_mode():
                 for target, source in zip(other._rows(), rows, strict=True):

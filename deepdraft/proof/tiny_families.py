@@ -156,6 +156,14 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 """Published configurations by kind; V4.1's is made from `tiny.tiny_args`."""
 
+_DSPARK = {
+    "num_nextn_predict_layers": 2,
+    "dspark_block_size": 4,
+    "dspark_noise_token_id": 508,
+    "dspark_target_layer_ids": [1, 2, 3],
+    "dspark_markov_rank": 16,
+}
+
 _REAL = {
     "llama": {"head_dim": 128},
     "v2": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
@@ -165,14 +173,15 @@ _REAL = {
 
 
 def tiny_config(kind: str, *, real_latents: bool = False, mtp: bool = False) -> dict[str, Any]:
-    """A published config.json of a kind. `mtp`: with a next-token prediction layer (V3, V3.2).
+    """A published config.json of a kind. `mtp`: with a drafter, which is a next-token prediction
+    layer (V3, V3.2) or DSpark layers (V4).
 
     Raises ConfigError.
     """
     if kind not in KINDS:
         raise ConfigError(f"kind {kind!r} is not known; known: {', '.join(KINDS)}")
-    if mtp and kind not in ("v3", "v32"):
-        raise ConfigError(f"the tensors of a next-token prediction layer are not known for {kind}")
+    if mtp and kind not in ("v3", "v32", "v4"):
+        raise ConfigError(f"no drafter is known for {kind} (V4.1 has its own without asking)")
     if kind == "v41":
         return _v41_config(real_latents)
     config = copy.deepcopy(KINDS[kind])
@@ -181,7 +190,7 @@ def tiny_config(kind: str, *, real_latents: bool = False, mtp: bool = False) -> 
         if kind == "v32":
             config["index_head_dim"] = 128
     if mtp:
-        config["num_nextn_predict_layers"] = 1
+        config |= _DSPARK if kind == "v4" else {"num_nextn_predict_layers": 1}
     return config
 
 

@@ -82,6 +82,8 @@ class NaiveV4:
 
     def turn(self, x: Tensor, rope: Rope, at: Tensor) -> Tensor:
         """The last channels of x [T, ..., C], adjacent pairs, as complex numbers; `at` [T]."""
+        if not len(at):
+            return x
         width = self.args.qk_rope_head_dim
         angle = torch.outer(at.double(), frequencies(rope, width))
         angle = angle.view(len(at), *[1] * (x.ndim - 2), -1)
@@ -254,3 +256,47 @@ class NaiveV4:
         """[T, V]."""
         h = self.norm(self.head_mix(self.streams(ids)[-1], "hc_head_"), self.w["norm.weight"])
         return h @ self.r(self.w["head.weight"]).T
+
+    # ---- DSpark drafter --------------------------------------------------------------------
+
+    def block_logits(self, ids: list[int], token: int, size: int) -> tuple[Tensor, Tensor]:
+        """A block of drafts behind a text and one more token: logits [B, V] before the Markov
+        correction, and hidden states [B, D]."""
+        args, w, n = self.args, self.w, len(ids)
+        streams = self.streams(ids)
+        taps = [self.r(streams[layer + 1].mean(1)) for layer in args.dspark_target_layer_ids]
+        main = self.norm(
+            self.lin("mtp.0.main_proj", torch.cat(taps, 1)), w["mtp.0.main_norm.weight"]
+        )
+        block = torch.tensor([token] + [args.dspark_noise_token_id] * (size - 1))
+        x = self.r(w["embed.weight"][block].unsqueeze(1).expand(-1, args.hc_mult, -1))
+        where, back = n + torch.arange(size), max(0, n - args.sliding_window)
+        for number in range(args.num_nextn_predict_layers):
+            at = f"mtp.{number}"
+            context = self.keys(main, f"{at}.attn", args.rope, torch.arange(n))[back:]
+            x = self.sublayer(
+                x,
+                at,
+                "attn",
+                lambda u, at=at, seen=context: self.block_attention(u, at, seen, where),
+            )
+            x = self.sublayer(x, at, "ffn", lambda u, at=at: self.experts(u, f"{at}.ffn", None))
+        h = self.head_mix(x, f"{at}.hc_head_")
+        return self.norm(h, w[f"{at}.norm.weight"]) @ self.r(w["head.weight"]).T, h
+
+    def block_attention(self, u: Tensor, at: str, context: Tensor, where: Tensor) -> Tensor:
+        at, rope = f"{at}.attn", self.args.rope
+        _, q = self.queries(u, at, rope, where)
+        seen = torch.cat([context, self.keys(u, at, rope, where)])
+        sink = self.w[f"{at}.attn_sink"]
+        return self.output(
+            torch.stack([self.attend(row, seen, sink) for row in q]), at, rope, where
+        )
+
+    def refined(self, base: Tensor, h: Tensor, before: list[int]) -> tuple[Tensor, Tensor]:
+        """Logits [B, V] and raw confidences [B], given the token before each draft."""
+        at = f"mtp.{self.args.num_nextn_predict_layers - 1}"
+        e = self.r(self.w[f"{at}.markov_head.markov_w1.weight"])[torch.tensor(before)]
+        logits = base + e @ self.r(self.w[f"{at}.markov_head.markov_w2.weight"]).T
+        confidence = self.w[f"{at}.confidence_head.proj.weight"][0]
+        return logits, torch.cat([h, e], 1) @ confidence
