@@ -5,7 +5,8 @@
 For each kind: 16 greedy tokens after prompts of 8 and 200 tokens, and the log-probabilities of the
 prompts' own tokens, compared among the three. `stacked` is V3 with its experts in stacks, which
 vLLM loads by our plugin. transformers is that of vLLM's environment if no interpreter is given.
-The exit status is 1 where tokens differ or a difference is above the tolerance; the record tells.
+The exit status is 1 where tokens differ, or vLLM's log-probabilities from those of either other by
+more than the tolerance.
 """
 
 import argparse
@@ -66,8 +67,11 @@ def measured(kind: str, folder: Path, python: str) -> dict[str, Any]:
         f"{a} - {b}": max(map(text_difference, rows[a], rows[b], prompts))
         for a, b in itertools.combinations(rows, 2)
     }
+    equal = all(own == tokens["deepdraft"] for own in tokens.values())
+    worst = max(value for pair, value in differences.items() if pair.startswith("vLLM"))
     return {
-        "greedy_tokens_equal": all(own == tokens["deepdraft"] for own in tokens.values()),
+        "passed": equal and worst <= TOLERANCE,
+        "greedy_tokens_equal": equal,
         "most_difference": differences,
         "plugin": served != path,
         "seconds": round(time.perf_counter() - begin, 1),
@@ -95,10 +99,7 @@ def main() -> int:
         "dtype": "float32",
         "tolerance": TOLERANCE,
         "kinds": kinds,
-        "passed": all(
-            own["greedy_tokens_equal"] and max(own["most_difference"].values()) <= TOLERANCE
-            for own in kinds.values()
-        ),
+        "passed": all(own["passed"] for own in kinds.values()),
         **begun,
     }
     text = json.dumps(record, indent=2)

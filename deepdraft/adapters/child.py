@@ -8,6 +8,7 @@ The program gets one argument, a folder: it reads order.json there and writes an
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,9 @@ _GRACE_S = 5.0
 _MAX_ANSWER = 64 << 20
 _MAX_LOG = 4 << 20
 _SAID = 3
+_MOST_LINE = 400
+_PREFIX = re.compile(r"(\(\S+ pid=\d+\) )?([A-Z]+ [\d-]+ [\d:]+ \[[^]]*\] )?")
+"""How vLLM begins a line: `(process pid=1) ERROR date time [file:line] `."""
 _FRAMES = ("Traceback", "File ", "During handling", "The above")
 
 
@@ -65,8 +69,8 @@ def ask(
 
 def reason(log: str) -> str:
     """The exceptions in a log with a line or two of what they say, else its last lines."""
-    # vLLM begins lines with `(process pid=1) ERROR date [file:line] `.
-    lines = [line.rpartition("] ")[2].strip() for line in log.splitlines() if line.strip()]
+    lines = [_PREFIX.sub("", line).strip()[:_MOST_LINE] for line in log.splitlines()]
+    lines = [line for line in lines if line]
     raised = {}
     for i, line in enumerate(lines):
         if line.split(":")[0].endswith(("Error", "Exception")):

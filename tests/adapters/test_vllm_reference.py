@@ -107,6 +107,21 @@ def test_a_program_that_fails_says_why(tmp_path: Path) -> None:
         asked(tmp_path, body)
 
 
+def test_reasons_are_found_in_the_log_of_an_engine() -> None:
+    log = """INFO 11-30 10:00:00 [a.py:1] Starting
+(EngineCore pid=7) ERROR 11-30 10:00:01 [core.py:99] Traceback (most recent call last):
+(EngineCore pid=7) ERROR 11-30 10:00:01 [core.py:99]     raise error
+(EngineCore pid=7) ERROR 11-30 10:00:01 [core.py:99] KeyError: 'layers.1.[x] y'
+Traceback (most recent call last):
+pydantic_core.ValidationError: 1 validation error for ModelConfig
+  Value error, architectures ['A', 'B'] are not supported
+"""
+    assert child.reason(log) == (
+        "KeyError: 'layers.1.[x] y' / pydantic_core.ValidationError: 1 validation error for "
+        "ModelConfig Value error, architectures ['A', 'B'] are not supported"
+    )
+
+
 def test_a_program_that_ends_without_an_answer(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="the engine failed: goodbye"):
         asked(tmp_path, "print('goodbye')\n")
