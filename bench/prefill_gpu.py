@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from step_results import Results  # noqa: E402
 
 STAGES = ("tests", "checks", "kernels", "chunks", "prompts", "million")
-TESTS = ("gemm", "experts", "index", "attention", "streams")
+TESTS = ("gemm", "experts", "index", "attention", "streams", "model")
 
 
 def parse() -> argparse.Namespace:
@@ -108,6 +108,8 @@ def loaded(results: Results, args, sizes, ceilings, plans, device: str) -> None:
         if "kernels" in parts:
             import prefill_kernels
 
+            if args.dry_run:
+                prefill_kernels.MOST = 2
             prefill_kernels.run(results, bench, ceilings, plans, clock(args.dry_run), args.tokens)
         if args.dry_run:
             results.stage("chunk", lambda: clock(True)(bench.chunk(40)))

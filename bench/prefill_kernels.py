@@ -25,12 +25,16 @@ Clock = Callable[[Callable[[], object]], float]
 Runs = dict[str, Callable[[], object]]
 
 
+MOST = 99
+"""Plans of a kernel that are tried; a dry run takes two."""
+
+
 def variants(plan: Any, **choices: tuple[int, ...]) -> list:
     """The plan, and the plan with each of some changes."""
     found = [plan]
     for name, values in choices.items():
         found += [dataclasses.replace(plan, **{name: v}) for v in values]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(found))[:MOST]
 
 
 def short(plan: Any) -> str:
@@ -71,7 +75,7 @@ class Kernels:
         """A dense map; `torch`: the same with bf16 weights by torch's own product."""
         x = self.halves(self.rows, blocks * w.cols)
         changes = {
-            "wide": (256,), "tall": (256, 64), "groups": (4,), "warps": (4,), "stages": (2, 4),
+            "wide": (256, 64), "tall": (128, 64), "groups": (4,), "warps": (4,), "stages": (2, 4),
             "band": (1, 32),
         }  # fmt: skip
         runs: Runs = {
@@ -98,10 +102,7 @@ class Kernels:
         h = self.halves(picks.numel(), self.args.moe_intermediate_size)
         w = self.layer.experts
         runs: Runs = {}
-        changes = {
-            "wide": (64, 32), "tall": (256, 64), "groups": (4, 1), "warps": (4,), "stages": (2, 4)
-        }  # fmt: skip
-        for plan in variants(self.plans.experts, **changes):
+        for plan in self.expert_plans():
             found = pe.sort_picks(picks, count, plan=plan)
             if half == "up":
                 runs[short(plan)] = lambda p=plan, s=found: pe.sorted_up(
@@ -113,6 +114,36 @@ class Kernels:
                 )
         used = w.w13 if half == "up" else w.w2
         return self.times(runs, 2.0 * picks.numel() * used.rows * used.cols, float(used.nbytes))
+
+    def expert_plans(self) -> list[pe.ExpertPlan]:
+        """What is tried: sides of the tile, then steps."""
+        base = self.plans.experts
+        sides = [(64, 256), (64, 128), (64, 64), (128, 64), (128, 256)]
+        found = [base, *(dataclasses.replace(base, wide=w, tall=t) for w, t in sides)]
+        found += variants(base, groups=(4, 1), warps=(4,), stages=(2, 4))[1:]
+        found += variants(found[1], stages=(2,), groups=(4,))[1:]
+        return found[:MOST]
+
+    def same_bits(self) -> dict[str, bool]:
+        """Whether results do not depend on the height of a tile: if so, it may be chosen by the
+        number of rows."""
+        rows = min(self.rows, 512)
+        picks, weights = (t[:rows].contiguous() for t in self.picks())
+        v, w = self.halves(rows, self.args.hidden_size), self.layer.experts
+        x, found = self.halves(rows, self.layer.attention.w_in.cols), {}
+        first: list[Tensor] | None = None
+        for tall in (16, 64, 128, 256):
+            plan = dataclasses.replace(self.plans.experts, tall=tall)
+            s = pe.sort_picks(picks, self.args.n_routed_experts, plan=plan)
+            h = pe.sorted_up(v, s, weights, w.w13, limit=10.0, plan=plan)
+            own = dataclasses.replace(self.plans.gemm, tall=tall)
+            got = [
+                pe.sorted_down(h, s, w.w2, rows=rows, plan=plan),
+                pg.gemm(x, self.layer.attention.w_in, plan=own),
+            ]
+            first = first or got
+            found[f"tall={tall}"] = all(map(torch.equal, got, first))
+        return found
 
     def sorting(self) -> dict[str, object]:
         """The sort of picks."""
@@ -196,6 +227,7 @@ def run(
     for half in ("up", "down"):
         results.stage(f"experts_{half}", lambda h=half: kernels.experts(h), needs=20)
     results.stage("sort_picks", kernels.sorting)
+    results.stage("same_bits", kernels.same_bits)
     for context in (0, tokens // 4, tokens - kernels.rows):
         results.stage(f"index_{context}", lambda n=context: kernels.index(n), needs=20)
     results.stage("attention", kernels.attention, needs=20)

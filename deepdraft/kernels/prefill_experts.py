@@ -29,7 +29,7 @@ class ExpertPlan:
     """A program's tile: `wide` byte rows (two rows of weights each), `tall` picks, `groups` of 32
     columns a step (a power of two). Never a function of the row count."""
 
-    wide: int = 64
+    wide: int = 128
     tall: int = 128
     groups: int = 2
     warps: int = 8

@@ -28,7 +28,7 @@ class GemmPlan:
     two); `band` row tiles that share weights in the cache. Never a function of the row count."""
 
     wide: int = 128
-    tall: int = 128
+    tall: int = 256
     groups: int = 2
     warps: int = 8
     stages: int = 3
