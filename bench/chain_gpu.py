@@ -43,6 +43,7 @@ from deepdraft.kernels import (  # noqa: E402
     runtime,
 )
 from deepdraft.kernels.native import boundary, plans, route, stages, stream  # noqa: E402
+from deepdraft.proof.bench_step import StepBench  # noqa: E402
 
 TESTS = (
     "test_fused", "test_native_attend", "test_native_boundary", "test_native_route",
@@ -204,6 +205,29 @@ def quantised_times(o: Operands) -> dict:
     }
 
 
+def timeline_of(bench: StepBench) -> list:
+    """Kernels of one replay of the layers around the middle: name, start, us, stream."""
+    from torch.profiler import ProfilerActivity, profile
+
+    bench.set_rows(6, 22)
+    captured = bench.capture()
+    captured.graph.replay()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        captured.graph.replay()
+        torch.cuda.synchronize()
+    trace = Path(tempfile.mkdtemp()) / "trace.json"
+    profiler.export_chrome_trace(str(trace))
+    events = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("cat") == "kernel"]
+    events.sort(key=lambda e: e["ts"])
+    middle = events[len(events) // 2 : len(events) // 2 + 90]
+    begin = middle[0]["ts"]
+    return [
+        [e["name"][:24], round(e["ts"] - begin, 2), round(e["dur"], 2), e["args"].get("stream")]
+        for e in middle
+    ]
+
+
 # ---- the step ------------------------------------------------------------------------------
 
 
@@ -259,29 +283,7 @@ class Step:
         results.stage("profile", lambda: self.p.profile(6, 22), needs=10)
 
     def timeline(self) -> list:
-        """Kernels of one replay of the layers around the middle: name, start, us, stream."""
-        from torch.profiler import ProfilerActivity, profile
-
-        bench = self.p.bench
-        bench.set_rows(6, 22)
-        captured = bench.capture()
-        captured.graph.replay()
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            captured.graph.replay()
-            torch.cuda.synchronize()
-        trace = Path(tempfile.mkdtemp()) / "trace.json"
-        profiler.export_chrome_trace(str(trace))
-        events = [
-            e for e in json.loads(trace.read_text())["traceEvents"] if e.get("cat") == "kernel"
-        ]
-        events.sort(key=lambda e: e["ts"])
-        middle = events[len(events) // 2 : len(events) // 2 + 90]
-        begin = middle[0]["ts"]
-        return [
-            [e["name"][:24], round(e["ts"] - begin, 2), round(e["dur"], 2), e["args"].get("stream")]
-            for e in middle
-        ]
+        return timeline_of(self.p.bench)
 
 
 def step(args: argparse.Namespace, results: Results) -> None:

@@ -17,6 +17,7 @@ from deepdraft.kernels.native import (
     route,
     select,
     stream,
+    trials,
 )
 from deepdraft.kernels.native.fragments import StreamPlan
 
@@ -171,3 +172,11 @@ def test_launch_structures_have_the_drivers_sizes():
     assert ctypes.sizeof(build._Attribute) == 72
     assert ctypes.sizeof(build._Config) == 56
     assert ctypes.sizeof(stream._Params) == 128
+
+
+def test_unknown_trials_are_refused(monkeypatch):
+    with pytest.raises(ConfigError, match=r"\['fast'\]: there are shared"):
+        trials.use(["fast"])
+    monkeypatch.setattr(trials, "_chosen", None)
+    monkeypatch.setenv(trials.SETTING, "cyclic,lanes")
+    assert trials.on("cyclic") and not trials.on("shared")

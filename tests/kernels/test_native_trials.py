@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from deepdraft.errors import ConfigError
-from deepdraft.kernels import gemv, moe
+from deepdraft.kernels import gemv, moe, runtime
 from deepdraft.kernels.native import fragments, plans, stream, trials
 from deepdraft.kernels.runtime import pad_rows
 from deepdraft.ops import gemm
@@ -18,12 +17,6 @@ from tests.kernels.test_native import bits, needs_machine
 
 SHAPES = grid([(3, 2, 128, 64)], [(12, 6, 5120, 2304), (12, 6, 5120, 576)])
 """Experts, picks, hidden, width."""
-
-
-@pytest.fixture(autouse=True)
-def _none_afterwards():
-    yield
-    trials.use(())
 
 
 def shared_expert(hidden, width):
@@ -75,10 +68,9 @@ def same(a, b):
 def test_units_in_turn_give_the_same_bits():
     case = Case(SHAPES[0])
     want = case.run(shared=False)
-    trials.use(["cyclic"])
-    assert same(case.run(shared=False), want)
-    trials.use(["lanes"])
-    assert same(case.run(shared=False), want)
+    for name in ("cyclic", "lanes"):
+        with trials.using(name):
+            assert same(case.run(shared=False), want), name
 
 
 @pytest.mark.parametrize("fold", [0, 1])
@@ -111,8 +103,8 @@ def test_shared_expert_among_the_routed_ones(shape, fold):
 @on_cpu
 def test_shared_expert_with_bulk_copies_and_every_lane():
     want = Case(SHAPES[0]).run()
-    trials.use(["lanes"])
-    assert all(map(same, Case(SHAPES[0], bulk=1).run(), want))
+    with trials.using("lanes"):
+        assert all(map(same, Case(SHAPES[0], bulk=1).run(), want))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -121,8 +113,11 @@ def test_shared_expert_with_bulk_copies_and_every_lane():
 def test_rows_of_the_shared_expert_are_alone(shape):
     case = Case(shape, rows=9)
     full = case.run()
-    for at in ([0], [8, 2, 5]):
-        for got, want in zip(case.run(at), full, strict=True):
+    for at, programmatic in (([0], False), ([8, 2, 5], True)):
+        runtime.use_programmatic_launch(programmatic)
+        some = case.run(at)
+        runtime.use_programmatic_launch(False)
+        for got, want in zip(some, full, strict=True):
             assert same(got, want[at]), at
 
 
@@ -141,21 +136,13 @@ def test_weights_without_the_shared_expert_are_refused():
 def test_bulk_plans_are_those_in_use_with_bulk_copies():
     for kind, rows, cols in plans.BULK:
         plan_of = fragments.dense_stream_plan if kind == "dense" else fragments.expert_stream_plan
-        trials.use(())
-        usual_plan = plan_of(rows, cols)
-        trials.use(["bulk"])
-        bulk = plan_of(rows, cols)
+        with trials.using():
+            usual_plan = plan_of(rows, cols)
+        with trials.using("bulk"):
+            bulk = plan_of(rows, cols)
         assert bulk.bulk and not usual_plan.bulk
         # What decides the order of sums is as it was.
         for name in ("groups", "across", "split", "fold"):
             assert getattr(bulk, name) == getattr(usual_plan, name), (kind, rows, cols)
         own = {"dense": stream.FP8_ROWS}.get(kind, stream.UP if rows < cols else stream.DOWN)
         assert (stream.shared_bytes(own, bulk) + 1024) * bulk.blocks <= 228 * 1024
-
-
-def test_unknown_trials_are_refused(monkeypatch):
-    with pytest.raises(ConfigError, match=r"\['fast'\]: there are shared"):
-        trials.use(["fast"])
-    monkeypatch.setattr(trials, "_chosen", None)
-    monkeypatch.setenv(trials.SETTING, "cyclic,lanes")
-    assert trials.on("cyclic") and not trials.on("shared")

@@ -6,8 +6,9 @@ A form that a measurement confirms (same bits where that is promised, faster in 
 becomes the usual one and loses its name; one that does not is deleted.
 """
 
+import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 
 from deepdraft.errors import ConfigError
 
@@ -32,6 +33,18 @@ def use(names: Iterable[str]) -> None:
     if unknown := chosen - NAMES.keys():
         raise ConfigError(f"unknown trials {sorted(unknown)}: there are {', '.join(NAMES)}")
     _chosen = chosen
+
+
+@contextlib.contextmanager
+def using(*names: str) -> Generator[None]:
+    """These forms and no others inside."""
+    global _chosen
+    before = _chosen
+    use(names)
+    try:
+        yield
+    finally:
+        _chosen = before
 
 
 def on(name: str) -> bool:
