@@ -70,20 +70,24 @@ class StubEngine:
             time.sleep(max(0.0, due - time.perf_counter()))
             with self._lock:
                 entries = list(self._open.items())
+            wakes = set()
             for request_id, entry in entries:
                 request, sink, n = entry
                 entry[2] = n + 1
                 last = n + 1 >= request.max_new_tokens
-                sink(
+                wake = sink(
                     TokenEvent(
                         request_id=request_id,
                         token_ids=(self._ids[n % len(self._ids)],),
                         finish_reason="length" if last else None,
                     )
                 )
+                wakes.add(wake)
                 self.num_tokens += 1
                 if last:
                     self.cancel(request_id)
+            for wake in wakes - {None}:
+                wake()
 
     def stats(self) -> dict[str, int]:
         return {}

@@ -19,7 +19,7 @@ from deepdraft.engine.events import AsyncEvents, Events
 from deepdraft.engine.fair import TenantLimits
 from deepdraft.engine.pace import Pace
 from deepdraft.engine.protocol import JoiningRunner, ModelRunner, ParkingRunner
-from deepdraft.engine.request import EventSink, Request, check_request
+from deepdraft.engine.request import EventSink, Request, Wake, check_request
 from deepdraft.engine.sampler import Choice, Sampler
 from deepdraft.engine.scheduler import Limits, PrefillChunk, Scheduler
 from deepdraft.engine.speculate import FATAL, Block, Outcome, Speculation, Speculator
@@ -93,6 +93,7 @@ class Engine:
         self._draining = False
         self._stopping = False
         self._broken: str | None = None
+        self._wakes: set[Wake] = set()
         self._thread = threading.Thread(target=self._run, name="deepdraft-engine", daemon=True)
 
     # Calls from any thread
@@ -213,8 +214,10 @@ class Engine:
     def _run(self) -> None:
         try:
             with torch.inference_mode():
-                while self._step_once():
-                    pass
+                going = True
+                while going:
+                    going = self._step_once()
+                    self._wake_readers()
         except BaseException as error:
             # A fault of the loop itself: nobody may be left waiting for an event.
             logger.exception("the engine thread failed")
@@ -243,6 +246,7 @@ class Engine:
         if plan is not None:
             for chunks in self._joined(plan.prefill):
                 self._prefill(chunks)
+                self._wake_readers()
             if plan.decode:
                 self._decode(plan.decode)
         return True
@@ -569,11 +573,19 @@ class Engine:
             step=step,
         )
         try:
-            request.sink(event)
+            wake = request.sink(event)
+            if wake is not None:
+                self._wakes.add(wake)
         except Exception:
             # A reader that is gone must not take the engine with it.
             logger.warning("the reader of %s is gone", request.request_id, exc_info=True)
             request.cancelled = True
+
+    def _wake_readers(self) -> None:
+        """Once for all events of a step."""
+        for wake in self._wakes:
+            wake()
+        self._wakes.clear()
 
     def _fail_everything(self, message: str) -> None:
         with self._wake:
@@ -585,3 +597,4 @@ class Engine:
         for request in requests:
             request.finished = "error"
             self._emit(request, (), reason="error", error=message)
+        self._wake_readers()

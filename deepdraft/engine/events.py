@@ -8,7 +8,7 @@ import asyncio
 import queue
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Protocol
 
 from deepdraft.types import TokenEvent
@@ -47,7 +47,8 @@ class Events(Iterator[TokenEvent]):
 class Mailbox:
     """Events on their way into one event loop: however many, they cost it one wake-up.
 
-    Waking a loop from another thread is a system call, as dear as all else that becomes of a token.
+    Waking a loop from another thread is a system call, as dear as all else that becomes of a token;
+    and a loop that wakes for the first of a step's events takes turns with the engine for the rest.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -63,9 +64,13 @@ class Mailbox:
             mailbox = _mailboxes[loop] = cls(loop)
         return mailbox
 
-    def put(self, reader: "AsyncEvents", event: TokenEvent) -> None:
-        """Takes an event on any thread."""
+    def put(self, reader: "AsyncEvents", event: TokenEvent) -> Callable[[], None]:
+        """Takes an event on any thread; the caller calls `wake`, which is returned, soon."""
         self._items.append((reader, event))
+        return self.wake
+
+    def wake(self) -> None:
+        """Has the loop hand out what is there."""
         if self._woken:
             return
         self._woken = True
@@ -107,9 +112,9 @@ class AsyncEvents(AsyncIterator[TokenEvent]):
         self._waits_since = 0.0
         self._alarm: asyncio.TimerHandle | None = None
 
-    def put(self, event: TokenEvent) -> None:
-        """Takes an event on the engine thread."""
-        self._mailbox.put(self, event)
+    def put(self, event: TokenEvent) -> Callable[[], None]:
+        """Takes an event on the engine thread; the caller then wakes the reader."""
+        return self._mailbox.put(self, event)
 
     def _take_in(self, event: TokenEvent) -> None:
         self._ready.append(event)

@@ -23,7 +23,9 @@ from deepdraft.types import (
     TokenMatcher,
 )
 
-EventSink = Callable[[TokenEvent], None]
+Wake = Callable[[], None]
+EventSink = Callable[[TokenEvent], Wake | None]
+"""Takes an event; may return what wakes its reader, to be called when the step's events are out."""
 
 
 def new_gate(*, greedy: bool = False) -> DraftGate:
@@ -35,6 +37,13 @@ def new_gate(*, greedy: bool = False) -> DraftGate:
             prior_steps=2.0, prior_gain=1.1, first_pause=4, longest_pause=64, decay=0.95
         )
     return DraftGate(first_pause=8, longest_pause=64, decay=0.85, keep=0.5)
+
+
+def crowd_gate() -> DraftGate:
+    """The gate of several requests together. A trial is dear, so its pauses are longer."""
+    return DraftGate(
+        prior_steps=2.0, prior_gain=1.1, first_pause=16, longest_pause=128, decay=0.95, keep=0.5
+    )
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepdraft.engine.request import Request, new_gate
+from deepdraft.engine.request import Request, crowd_gate, new_gate
 from deepdraft.engine.sampler import (
     Choice,
     Row,
@@ -40,13 +40,7 @@ from deepdraft.spec.laws import is_law, law
 from deepdraft.spec.noise import KeyedDice
 from deepdraft.spec.protocol import Proposal, Verdict
 from deepdraft.spec.protocol import Row as Law
-from deepdraft.spec.schedule import (
-    CostSchedule,
-    DraftGate,
-    FixedSchedule,
-    Schedule,
-    ThresholdSchedule,
-)
+from deepdraft.spec.schedule import CostSchedule, FixedSchedule, Schedule, ThresholdSchedule
 from deepdraft.spec.verify import verify
 from deepdraft.telemetry import logger
 from deepdraft.types import Origin, Rule, StepTrace
@@ -56,6 +50,9 @@ FATAL = (KeyboardInterrupt, SystemExit)
 the request that it belongs to."""
 HOPELESS = 0.05
 """A draft less likely to stand than this is worth no row on any machine; by cost, drafting ends."""
+MARGIN = 1.04
+"""What drafting for several requests takes beyond the cost table: Python for each draft and row,
+and the last steps, when those that drafted well are through and the others wait with fewer."""
 MAX_STEP_ROWS = 96
 """Rows of one step; up to so many are proven to have the same bits alone and together."""
 
@@ -277,9 +274,7 @@ class Speculator:
         self._greedy = self._sampled = options.schedule or FixedSchedule(num_drafts=self.block_size)
         self._by_cost = options.schedule is None and options.costs is not None
         # Drafts for several requests take little longer than for one: they draft together or not.
-        self._gate = DraftGate(
-            prior_steps=2.0, prior_gain=1.1, first_pause=16, longest_pause=128, decay=0.95, keep=0.5
-        )
+        self._gate = crowd_gate()
         self._tried: set[int] = set()
         """The requests that drafted together last, by number."""
         if self._by_cost and options.costs is not None:
@@ -319,7 +314,7 @@ class Speculator:
         if len(numbers) == 1:
             return [block for block in wanting if block.request.gate.wants_draft()]
         if 2 * len(self._tried.intersection(numbers)) < len(numbers):
-            self._gate.resume()  # what the last trial showed is not about them
+            self._gate = crowd_gate()  # what the old one has seen was not about these
         if not wanting or not self._gate.wants_draft():
             return []
         self._tried = set(numbers)
@@ -570,7 +565,9 @@ class Speculator:
         num, verified = len(blocks), sum(len(b.token_ids) for b in blocks)
         plain_ms = table.step_ms(num, num)
         step_ms = table.step_ms(num + verified, num) + self._draft_ms(blocks)
-        gate = blocks[0].request.gate if num == 1 else self._gate
+        gate = blocks[0].request.gate
+        if num > 1:
+            gate, step_ms = self._gate, MARGIN * step_ms
         gate.record(
             1 + sum(accepted) / num,
             step_ms,

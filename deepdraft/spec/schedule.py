@@ -334,10 +334,6 @@ class DraftGate:
         self._won = self._ms = 0.0
         """What the drafted steps' tokens would have taken plainly, and what the steps took, ms."""
 
-    def resume(self) -> None:
-        """Ends a pause."""
-        self._resting = 0
-
     def wants_draft(self) -> bool:
         """Asked once a step."""
         if self._resting:
