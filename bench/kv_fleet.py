@@ -1,7 +1,8 @@
 """Runs a fleet while it breaks, and records how that went:
 
     python bench/kv_fleet.py --servers 2 --turns 1000 [--namespaces] [--numerics exact]
-        [--prefill full] [--reuse exact] [--hours H] [--out bench/results/d-fleet-2.json]
+        [--prefill full] [--reuse exact] [--hours H] [--nixl PYTHON]
+        [--out bench/results/d-fleet-2.json]
 
 With --hours turns go on for so long; after --most-minutes no further turn begins. Needs
 redis-server; --namespaces needs root.
@@ -37,6 +38,7 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=0.0)
     parser.add_argument("--most-minutes", type=float)
     parser.add_argument("--namespaces", action="store_true")
+    parser.add_argument("--nixl", help="chunks through sidecars that this interpreter runs")
     parser.add_argument("--out")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -44,7 +46,8 @@ def main() -> None:
     if options.namespaces and not namespaces:
         print("no network namespaces here (root and the ip command are needed): loopback")
     faults = FAULTS if namespaces else FAULTS[:-1]
-    result: dict[str, Any] = {"what": vars(options) | {"out": None}, **provenance()}
+    what = vars(options) | {"out": None, "nixl": bool(options.nixl)}
+    result: dict[str, Any] = {"what": what, **provenance()}
     with tempfile.TemporaryDirectory() as directory:
         run = FleetRun(
             Path(directory),
@@ -53,6 +56,7 @@ def main() -> None:
             prefill=options.prefill,
             reuse=options.reuse,
             namespaces=namespaces,
+            nixl=options.nixl,
             first_port=18000 + 400 * options.servers + (200 if options.numerics != "exact" else 0),
         )
         try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
@@ -189,7 +190,7 @@ class KvCache:
         None where stored bytes are damaged (the entry is dropped) or the sequence cannot take
         them: it is empty then, and the request is computed from the start.
         """
-        plan = hit.plan
+        plan, began = hit.plan, time.perf_counter()
         if state.num_tokens:
             self.release(hit)
             raise StateError("only an empty sequence can be filled from the cache")
@@ -211,6 +212,7 @@ class KvCache:
             return None
         finally:
             self.release(hit)
+            self.counters["restore_microseconds"] += round(1e6 * (time.perf_counter() - began))
         if not plan.exact:
             provenance = f"replayed at {plan.position}"
         else:
@@ -517,6 +519,8 @@ class KvCache:
         return (self.memory.read(c) for c in entry.all_chunks())
 
     def _dropped(self, entry: Entry, reason: str) -> None:
+        if entry.fetched and not entry.uses:
+            self.counters["fetched_for_nothing"] += 1
         index = self.index[entry.exact]
         if entry.id in index:
             index.remove(entry.id)

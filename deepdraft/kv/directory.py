@@ -284,6 +284,7 @@ class RedisDirectory:
     _scripts: dict[str, Any] = field(init=False)
     _waiting: list[tuple[str, asyncio.Future[Record | None]]] = field(default_factory=list)
     _looking: asyncio.Task[None] | None = None
+    _epoch: str | None = None
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.namespace):
@@ -347,6 +348,7 @@ class RedisDirectory:
         names = [f"{space}:meta", *(f"{space}:s:{key}" for key in keys)]
         argv = [str(uuid.uuid4()), str(int(self.settings.record_s * 1000)), *args]
         tries = 1 if name in ("claim", "release") else 2
+        began = time.perf_counter()
         while True:
             tries -= 1
             call: Awaitable[Any] = self._scripts[name](keys=names, args=argv)
@@ -371,6 +373,8 @@ class RedisDirectory:
                 self.counters["unreachable"] += 1
                 raise _Unavailable(sent=True) from None
             self.breaker.note(ok=True)
+            self.counters["answers"] += 1
+            self.counters["microseconds"] += round(1e6 * (time.perf_counter() - began))
             return answer
 
     async def lookup(self, key: str) -> Record | None:
@@ -390,6 +394,7 @@ class RedisDirectory:
                 try:
                     text = await self._call("lookup", [key for key, _ in batch])
                     found = _records(text, len(batch))
+                    self._note_epoch(found[0])
                 except (_Unavailable, ValueError, TypeError, AttributeError):
                     pass
                 except Exception:
@@ -399,6 +404,15 @@ class RedisDirectory:
                         future.set_result(record)
         finally:
             self._looking = None
+
+    def _note_epoch(self, record: Record | None) -> None:
+        """The directory lost its data where its epoch is another one."""
+        if record is None:
+            return
+        if self._epoch not in (None, record.epoch):
+            self.counters["epoch_changes"] += 1
+            logger.info("the KV directory begins anew: what was owned is stale")
+        self._epoch = record.epoch
 
     async def claim(self, key: str, seen: Record, owner: str, fingerprint: str) -> Claim:
         """See `Directory`. A lost reply is resolved by a lookup: am I the owner?"""

@@ -139,6 +139,15 @@ class Fetcher:
         self.counters.add("microseconds", round(fetched.seconds * 1e6))
         return fetched
 
+    def _note(self, phase: str, seconds: float) -> None:
+        self.counters.add(f"{phase}_microseconds", round(1e6 * seconds))
+
+    @property
+    def num_backing_off(self) -> int:
+        """Peers that are not asked now."""
+        now = self.clock()
+        return sum(now < until for until in list(self._backoff.values()))
+
     def _connect(self, peer: Peer) -> wire.Link:
         return wire.Link.connect(
             peer.host,
@@ -151,6 +160,7 @@ class Fetcher:
 
     def _fetch(self, peer: Peer, key: str, record: Record, token_ids: Sequence[int]) -> Fetched:
         nonce = secrets.token_bytes(wire.NONCE_BYTES)
+        began = time.perf_counter()
         link = self._connect(peer)
         try:
             link.send(
@@ -160,6 +170,7 @@ class Fetcher:
             )
             tokens = token_array(token_ids)  # while the owner makes the manifest
             opened = link.reply()
+            self._note("open", time.perf_counter() - began)
             if isinstance(opened, wire.Refused):
                 known = ("miss", "stale", "incompatible", "busy")
                 raise _Refused(opened.reason if opened.reason in known else "miss")  # type: ignore[arg-type]
@@ -218,7 +229,13 @@ class Fetcher:
                 for index, ref, part in zip(indices, refs, parts, strict=True)
                 if not isinstance(part, Chunk)
             ]
-            Reading(transport, work, deadline_s=self.settings.deadline_s).run()
+            reading = Reading(transport, work, deadline_s=self.settings.deadline_s)
+            began = time.perf_counter()
+            try:
+                reading.run()
+            finally:
+                self._note("read", time.perf_counter() - began)
+                self._note("verify", reading.verify_s)
             closed = _ask(link, wire.Close())
             if not isinstance(closed, wire.Closed) or not closed.valid:
                 raise SnapshotError("the peer's lease did not hold while it was read")

@@ -315,6 +315,7 @@ class Fleet:
         """Counters of lookups, claims, fetches and exports."""
         out = self.counters.snapshot()
         out |= {f"fetch_{name}": n for name, n in self.fetcher.counters.snapshot().items()}
+        out["fetch_peers_backing_off"] = self.fetcher.num_backing_off
         out |= {f"export_{name}": n for name, n in self.exporter.counters.snapshot().items()}
         if self.sidecar is not None:
             out |= {f"sidecar_{name}": n for name, n in self.sidecar.counters.snapshot().items()}

@@ -75,6 +75,7 @@ class Entry:
     pins: int = 0
     leases: set[int] = field(default_factory=set)
     last_used: float = 0.0
+    uses: int = 0
     fetched: bool = False
     """It came from a peer."""
 
@@ -92,6 +93,7 @@ class Lease:
     peer: str
     expires: float
     ends: float
+    began: float
 
 
 class Store:
@@ -268,6 +270,7 @@ class Store:
             if entry is None or entry.state in (EntryState.FILLING, EntryState.CONDEMNED):
                 return None
             entry.pins += 1
+            entry.uses += 1
             entry.last_used = next(self._ticks)
             return entry
 
@@ -313,6 +316,7 @@ class Store:
                 peer,
                 now + self.settings.lease_s,
                 now + self.settings.max_lease_s,
+                now,
             )
             self._leases[lease.id] = lease
             entry.leases.add(lease.id)
@@ -343,6 +347,7 @@ class Store:
             lease = self._leases.pop(lease_id, None)
             if lease is None:
                 return False
+            self._note_age(lease)
             entry = self.entries[lease.entry]
             entry.leases.remove(lease_id)
             self._free_if_condemned(entry)
@@ -356,6 +361,7 @@ class Store:
             over = [lease for lease in self._leases.values() if lease.expires <= now]
             for lease in over:
                 del self._leases[lease.id]
+                self._note_age(lease)
                 entry = self.entries[lease.entry]
                 entry.leases.remove(lease.id)
                 for chunk in entry.all_chunks():
@@ -367,6 +373,11 @@ class Store:
                 del self._condemned[slot]
             self.slab.move(safe, SlotState.FREE)
             return len(over)
+
+    def _note_age(self, lease: Lease) -> None:
+        age = round(1e3 * (self.clock() - lease.began))
+        name = "lease_most_milliseconds"
+        self.counters[name] = max(self.counters[name], age)
 
     # ---- going -----------------------------------------------------------------------------
 

@@ -94,6 +94,8 @@ class Reading:
     def __init__(self, transport: Transport, work: list[Piece], *, deadline_s: float) -> None:
         self.transport, self.deadline_s = transport, deadline_s
         self.num_pieces = self.unverified = len(work)
+        self.verify_s = 0.0
+        """Spent on digests, beside the arrival."""
         self._work = deque(work)
         self._arrived: queue.SimpleQueue[tuple[Piece, int, int] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -150,7 +152,9 @@ class Reading:
     def _check(self) -> None:
         while (arrived := self._arrived.get()) is not None:
             piece, at, length = arrived
+            began = time.perf_counter()
             piece.hash.update(piece.into[at : at + length])
+            self.verify_s += time.perf_counter() - began
             if at + length < len(piece.into):
                 continue
             if piece.hash.digest() != piece.ref.digest:

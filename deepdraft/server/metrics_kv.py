@@ -24,6 +24,18 @@ _PLAIN = {
     "export_reader_gone": ("kv_export_readers_gone_total", "Peers that left in the middle."),
     "disk_written": ("kv_disk_written_total", "Conversations written to disk."),
     "disk_write_failed": ("kv_disk_write_failed_total", "Those that the disk did not take."),
+    "fetched_for_nothing": (
+        "kv_fetches_unused_total",
+        "Conversations that were fetched and dropped without a use.",
+    ),
+    "directory_answers": ("kv_directory_answers_total", "Calls that the directory answered."),
+    "directory_epoch_changes": (
+        "kv_directory_epoch_changes_total",
+        "Times that the directory had lost its data.",
+    ),
+    "sidecar_reads": ("kv_sidecar_reads_total", "Chunks read through the sidecar."),
+    "sidecar_restarts": ("kv_sidecar_restarts_total", "Starts of it after it had ended."),
+    "sidecar_stalled": ("kv_sidecar_stalls_total", "Times that it was ended for want of answers."),
     "directory_breaker_open": ("kv_directory_breaker_open_total", "Calls not made: it was down."),
 }
 _GAUGES = {
@@ -32,6 +44,7 @@ _GAUGES = {
     "pins": ("kv_pins", "Uses of conversations by this server now."),
     "disk_files": ("kv_disk_files", "Conversations on disk."),
     "disk_bytes": ("kv_disk_bytes", "Their bytes."),
+    "fetch_peers_backing_off": ("kv_peers_backing_off", "Peers that failed and are not asked now."),
     "preparing": ("kv_preparing", "Requests that are looked up or fetched now."),
 }
 _LABELLED = (
@@ -101,9 +114,23 @@ def kv_families(stats: Mapping[str, int], family: Family) -> None:
             [(f'{{{label}="{v}"}}', known[k]) for k, v in keys.items() if k in known],
         )
     family("kv_slab_bytes", "gauge", "Memory of the cache by state.", list(_slab(known)))
-    if "fetch_microseconds" in known:
-        seconds = known["fetch_microseconds"] / 1e6
-        family("kv_fetch_seconds_total", "counter", "Time of good fetches.", [("", seconds)])
+    for key, name, text in (
+        ("fetch_microseconds", "kv_fetch_seconds_total", "Time of good fetches."),
+        ("directory_microseconds", "kv_directory_seconds_total", "Time of the answers."),
+    ):
+        family(name, "counter", text, [("", known[key] / 1e6)] if key in known else [])
+    phases = {"open": "fetch_open", "read": "fetch_read", "verify": "fetch_verify"}
+    found = {phase: f"{key}_microseconds" for phase, key in phases.items()}
+    found["copy"] = "restore_microseconds"
+    family(
+        "kv_phase_seconds_total",
+        "counter",
+        "Time by phase; bytes are verified while others are read.",
+        [(f'{{phase="{p}"}}', known[key] / 1e6) for p, key in found.items() if key in known],
+    )
+    most = "lease_most_milliseconds"
+    ages = [("", known[most] / 1e3)] if most in known else []
+    family("kv_lease_age_max_seconds", "gauge", "Of the longest lease so far.", ages)
 
 
 def _slab(known: Mapping[str, int]) -> Iterator[tuple[str, float]]:

@@ -245,7 +245,9 @@ class FleetRun:
         namespaces: bool = False,
         first_port: int = 18000,
         hurry: float = 20.0,
+        nixl: str | None = None,
     ) -> None:
+        """`nixl`: the interpreter of the servers' sidecars, with UCX over tcp."""
         self.random, self.reuse = random.Random(7), reuse
         self.tokenizer = toy_tokenizer(directory / "tokenizer")
         self.network = Network(servers, namespaces=namespaces)
@@ -280,10 +282,12 @@ listen = "{hosts[i]}:{port + 100}"
 files = "{places[i]}"
 fetch = "always"
 hurry = {hurry}
+{f'nixl = "{nixl}"' if nixl else ""}
 """
             )
             command = [
                 *self.network.prefix(i),
+                *(["env", "UCX_TLS=tcp", "UCX_MODULES=^ib"] if nixl else []),
                 *(sys.executable, "-m", "tests.kv.node"),
                 *(str(settings), str(directory / "tokenizer"), reuse),
             ]
@@ -490,7 +494,7 @@ hurry = {hurry}
                 for name in ("reserved", "quarantined", "pins", "leaked_slots", "leaked_bytes"):
                     totals[name] += report[name]
                 for name, value in report["stats"].items():
-                    if name.startswith(("kv_fetch_", "kv_claim_", "kv_lookup_")):
+                    if name.startswith(("kv_fetch_", "kv_claim_", "kv_lookup_", "kv_sidecar_")):
                         totals[name] += value
         seen = self.lineage.counts if self.lineage is not None else Counter[str]()
         return {

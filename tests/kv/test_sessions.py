@@ -209,6 +209,9 @@ def test_every_counter_of_a_fleet_has_a_metric() -> None:
     text = metrics_text(
         {"kv_fetch_hit": 3, "kv_claim_stale": 1, "kv_fetch_microseconds": 2_500_000}
         | {"kv_lookup_none": 2, "kv_fetch_corrupt": 1, "kv_preparing": 4}
+        | {"kv_fetch_read_microseconds": 1_500_000, "kv_restore_microseconds": 250_000}
+        | {"kv_directory_microseconds": 4_000, "kv_lease_most_milliseconds": 900}
+        | {"kv_sidecar_restarts": 2, "kv_fetch_peers_backing_off": 1}
     )
     for line in (
         'deepdraft_kv_fetches_total{result="hit"} 3',
@@ -217,6 +220,12 @@ def test_every_counter_of_a_fleet_has_a_metric() -> None:
         'deepdraft_kv_verify_failures_total{what="fetch"} 1',
         "deepdraft_kv_fetch_seconds_total 2.500000",
         "deepdraft_kv_preparing 4",
+        'deepdraft_kv_phase_seconds_total{phase="read"} 1.500000',
+        'deepdraft_kv_phase_seconds_total{phase="copy"} 0.250000',
+        "deepdraft_kv_directory_seconds_total 0.004000",
+        "deepdraft_kv_lease_age_max_seconds 0.900000",
+        "deepdraft_kv_sidecar_restarts_total 2",
+        "deepdraft_kv_peers_backing_off 1",
     ):
         assert line in text.splitlines()
 
