@@ -43,8 +43,20 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def variants(kind: str, cols: int, blocks: int = 1, rows: int = 0) -> Iterator[StreamPlan]:
-    """Plans worth timing."""
+def variants(
+    kind: str, cols: int, blocks: int = 1, rows: int = 0, *, bulk: bool = False
+) -> Iterator[StreamPlan]:
+    """Plans worth timing. `bulk`: with bulk copies, too, as far as shared memory goes."""
+    for plan in own_copies(kind, cols, blocks, rows):
+        yield plan
+        lumped = replace(plan, bulk=1)
+        each = stream.shared_bytes(stream.UP if kind == "fp4" else stream.FP8_ROWS, lumped)
+        if bulk and (each + 1024) * lumped.blocks <= 228 * 1024:
+            yield lumped
+
+
+def own_copies(kind: str, cols: int, blocks: int, rows: int) -> Iterator[StreamPlan]:
+    """Plans in which each warp copies what it multiplies."""
     for plan in fragments.stream_plans(kind, cols // 32):
         if blocks > 1 and rows // blocks // 32 % plan.down:
             continue
@@ -76,9 +88,10 @@ def fall(h, lists, w, picks: int, i: int) -> object:
 class Tuner:
     """Operands of one shape, its plans' times."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, bulk: bool = False) -> None:
         import kernel_timed as kt
 
+        self.bulk = bulk
         self.kt, self.o = kt, kt.Operands("cuda", kt.PUBLISHED)
 
     def us(self, timed) -> tuple[float, float]:
@@ -117,7 +130,7 @@ class Tuner:
             scales = o.scale_bytes(copies, rows // 32, cols // 32)
             arrivals = torch.zeros(rows // 32 * 16, dtype=torch.int32, device="cuda")
             x = o.halves(8, cols * blocks) if kind != "fp8" else o.quantised(8, cols)
-            for plan in variants("fp8", cols, blocks, rows):
+            for plan in variants("fp8", cols, blocks, rows, bulk=self.bulk):
                 w = [
                     Streamed("fp8", rows, cols, plan, codes[i], scales[i], arrivals)
                     for i in range(copies)
@@ -150,7 +163,7 @@ class Tuner:
             lists = [moe.expert_list(p) for p in kt.pick_sets(o, rows, distinct, count)]
             h = moe.routed_up(x, lists[0], weights, w13, limit=10.0)
             for w, up in ((w13, True), (w2, False)):
-                for plan in variants("fp4", w.cols):
+                for plan in variants("fp4", w.cols, bulk=self.bulk):
                     if distinct != 22 and plan.step not in (1, 2, 3):
                         continue
                     own = replace(w, plan=plan)
@@ -165,18 +178,19 @@ class Tuner:
                     yield self.lines(name + at, ("expert", w.rows, w.cols), plan, timed)
 
 
-def prebuild() -> dict:
-    """Compile every variant of the published shapes, side by side."""
+def prebuild(parts: tuple[int, ...], *, bulk: bool = False) -> dict:
+    """Compile every variant of these slices of the published shapes, side by side."""
     import kernel_timed as kt
 
     begin, wanted, s = time.perf_counter(), set(), kt.PUBLISHED
-    for part in s.slices:
+    for part in parts:
         for _, kind, rows, cols, blocks in kt.dense_shapes(s, part):
             if kind != "bf16":
                 own = stream.FP8_ROWS if kind == "fp8" else stream.BF16_ROWS
-                wanted |= {(own, p, 0) for p in variants("fp8", cols, blocks, rows)}
+                found = variants("fp8", cols, blocks, rows, bulk=bulk)
+                wanted |= {(own, p, 0) for p in found}
         for kind, cols in ((stream.UP, s.hidden), (stream.DOWN, s.width // part)):
-            wanted |= {(kind, p, 0) for p in variants("fp4", cols)}
+            wanted |= {(kind, p, 0) for p in variants("fp4", cols, bulk=bulk)}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda v: build.cubin("stream.cu", stream.macros(*v), "sm_90a"), wanted))
     return {"variants": len(wanted), "seconds": round(time.perf_counter() - begin, 1)}
@@ -186,12 +200,14 @@ def tune(args: argparse.Namespace) -> None:
     from step_results import Results
 
     results = Results(args.json, args.seconds)
-    results.stage("prebuild", prebuild)
-    tuner = Tuner()
+    parts = (8, 2) if args.slices else (1, 2, 4, 8)
+    results.stage("prebuild", lambda: prebuild(parts, bulk=args.slices))
+    tuner = Tuner(bulk=args.slices)
     found: list[dict] = []
     results.data["tuned"] = found
     order = [("experts", 1), ("dense", 1), ("experts", 8), ("dense", 2), ("experts", 2)]
     order += [("dense", 8), ("experts", 4), ("dense", 4)]
+    order = [(what, part) for what, part in order if part in parts]
     for what, part in order:
 
         def one(what=what, part=part) -> str:
@@ -298,6 +314,7 @@ def main() -> None:
     parser.add_argument("--native", default="all")
     parser.add_argument("--depth", type=float, default=1.0, help="of the rings of dense products")
     parser.add_argument("--more", action="store_true")
+    parser.add_argument("--slices", action="store_true", help="TP 8 and 2 alone, bulk copies, too")
     args = parser.parse_args()
     if args.part == "freeze":
         freeze(args.tuned)
