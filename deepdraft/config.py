@@ -398,7 +398,8 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _build(cls: type, section: str, values: Mapping[str, Any]) -> Any:
+def build_settings(cls: type, section: str, values: Mapping[str, Any]) -> Any:
+    """A record of one table. Raises ConfigError, which names an unknown or wrong setting."""
     known = {f.name for f in dataclasses.fields(cls)}
     for key in values:
         if key not in known:
@@ -408,12 +409,23 @@ def _build(cls: type, section: str, values: Mapping[str, Any]) -> Any:
     fields = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     keys = fields.get("keys", ())
     if keys and isinstance(keys, tuple) and all(isinstance(k, dict) for k in keys):
-        fields["keys"] = tuple(_build(ApiKey, f"{section}.keys", k) for k in keys)
+        fields["keys"] = tuple(build_settings(ApiKey, f"{section}.keys", k) for k in keys)
     try:
         return cls(**fields)
     except TypeError as error:
         # Only a required field that is missing can be left to go wrong here.
         raise ConfigError(f"{section}: {error}") from error
+
+
+def read_settings(file: str | Path) -> dict[str, Any]:
+    """What a TOML file says, unchecked. Raises ConfigError where it cannot be read."""
+    try:
+        with open(file, "rb") as stream:
+            return tomllib.load(stream)
+    except OSError as error:
+        raise ConfigError(f"cannot read the settings file {file}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the settings file {file} is not valid TOML: {error}") from error
 
 
 _TABLES = {"engine": EngineConfig, "server": ServerConfig, "fleet": FleetConfig}
@@ -430,15 +442,7 @@ def load_config(
 
     A flag of value None was not given. Raises ConfigError, which names the setting and the rule.
     """
-    tables: dict[str, Any] = {}
-    if file is not None:
-        try:
-            with open(file, "rb") as stream:
-                tables = tomllib.load(stream)
-        except OSError as error:
-            raise ConfigError(f"cannot read the settings file {file}: {error.strerror}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"the settings file {file} is not valid TOML: {error}") from error
+    tables = {} if file is None else read_settings(file)
     for name, table in tables.items():
         if name not in _TABLES:
             known = ", ".join(f"[{table}]" for table in _TABLES)
@@ -450,4 +454,4 @@ def load_config(
         name: {**tables.get(name, {}), **{k: v for k, v in flags[name].items() if v is not None}}
         for name in _TABLES
     }
-    return Config(**{n: _build(kind, n, merged[n]) for n, kind in _TABLES.items()})
+    return Config(**{n: build_settings(kind, n, merged[n]) for n, kind in _TABLES.items()})
