@@ -131,8 +131,9 @@ def test_a_dead_engine_core_is_told_and_replaced(
                 if "error" in chunk:
                     broken = str(chunk["error"])
                     break
+                assert chunk["choices"][0]["finish_reason"] is None, "it was not cut"
             else:
-                broken = "the stream ended"
+                broken = "the stream ended early"
         except (OSError, HTTPException) as error:
             broken = f"{type(error).__name__}: {error}"
         told_s = time.monotonic() - killed
