@@ -16,9 +16,10 @@ import llguidance
 import numpy as np
 
 from deepdraft.errors import RequestError
+from deepdraft.text.control import CALL_BEGIN, CALLS_BEGIN
 from deepdraft.text.tokenizer import Tokenizer
 
-Start = Literal["at_once", "after_reasoning", "at_call"]
+Start = Literal["at_once", "after_reasoning", "at_call", "at_marked_call"]
 
 THINK_END = "</think>"
 CALL_MARKER = "｜DSML｜"
@@ -49,8 +50,9 @@ class GrammarSource:
 
     `at_once`: from the first token, behind the text `prefix` that stands in the prompt already.
     `after_reasoning`: behind the first `</think>` token; until then neither the end of the answer
-    nor a call is allowed. `at_call`: behind the first call marker that follows a `<`; an answer
-    without one is free to the end.
+    nor a call is allowed. `at_call`: behind the first call marker that follows a `<`, or
+    (`at_marked_call`) behind the mark that opens a block of calls; an answer without one is free
+    to the end.
     """
 
     lark: str
@@ -72,6 +74,8 @@ class GrammarCompiler:
         self._endings = tokenizer.token_bytes
         self._think_end = tokenizer.id_of(THINK_END)
         self._call_marker = tokenizer.id_of(CALL_MARKER)
+        self._calls_begin = tokenizer.id_of(CALLS_BEGIN)
+        self._call_begin = tokenizer.id_of(CALL_BEGIN)
         self._vocabulary = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(_Vocabulary(tokenizer, vocab_size, eos_token_id)),
             n_vocab=vocab_size,
@@ -96,17 +100,20 @@ class GrammarCompiler:
         size = len(source.lark.encode())
         if size > MAX_GRAMMAR_BYTES:
             raise RequestError(f"the grammar has {size} bytes; at most {MAX_GRAMMAR_BYTES} go")
-        trigger = {"after_reasoning": self._think_end, "at_call": self._call_marker}.get(
-            source.start
-        )
+        trigger = {
+            "after_reasoning": self._think_end,
+            "at_call": self._call_marker,
+            "at_marked_call": self._calls_begin,
+        }.get(source.start)
         if source.start != "at_once" and trigger is None:
             raise RequestError("this model's tokenizer lacks the tokens of reasoning or calls")
         free = None
-        if source.start == "after_reasoning":
+        if source.start in ("after_reasoning", "at_marked_call"):
             free = np.ones(self.vocab_size, dtype=np.bool_)
-            free[self.eos_token_id] = False
-            if self._call_marker is not None:
-                free[self._call_marker] = False
+            forbidden = [self._call_begin]  # read as a call by itself
+            if source.start == "after_reasoning":
+                forbidden += [self.eos_token_id, self._call_marker, self._calls_begin]
+            free[[mark for mark in forbidden if mark is not None]] = False
         return Grammar(self, source, free, trigger)
 
     def automaton(self, source: GrammarSource) -> llguidance.LLMatcher:

@@ -1,8 +1,8 @@
 """Grammar text in the library's Lark dialect: forms of an answer, and tool calls.
 
-Owns: how a schema, a pattern, a list of choices and the call syntax of V4 and V4.1 are written as
+Owns: how a schema, a pattern, a list of choices and the call syntax of each family are written as
 rules (docs/structured-output.md).
-Knows nothing of: tokenizers (but for the id of the call marker), masks, HTTP.
+Knows nothing of: tokenizers (but for the ids of call marks), masks, HTTP.
 
 Rules are made so that two neighbouring terminals never compete for the same text: the library's
 lexer is greedy. So a string's terminal ends with the `</` of the tag behind it.
@@ -177,6 +177,20 @@ class CallSyntax:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MarkSyntax:
+    """How V3, R1 and V3.1 write calls: ids of the marks, and whether arguments are fenced JSON
+    behind the word "function"."""
+
+    mark_ids: tuple[int, ...]
+    """In the order of `text.control.CALL_MARKS`."""
+    fenced: bool
+
+    def opening(self) -> str:
+        """The block's opening mark."""
+        return f"<[{self.mark_ids[0]}]>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CallTool:
     """A tool that may be called. `enforced`: its arguments follow `parameters`."""
 
@@ -185,12 +199,16 @@ class CallTool:
     enforced: bool = True
 
 
-def calls_rule(rules: Rules, syntax: CallSyntax, tools: Sequence[CallTool], *, many: bool) -> str:
+def calls_rule(
+    rules: Rules, syntax: CallSyntax | MarkSyntax, tools: Sequence[CallTool], *, many: bool
+) -> str:
     """The calls of a block, from behind its opening tag to the end of its closing tag.
 
     `many`: one call or more, else one. Raises RequestError where the arguments of a tool cannot be
     enforced.
     """
+    if isinstance(syntax, MarkSyntax):
+        return _marked_calls(rules, syntax, tools, many=many)
     bodies = [_tool(rules, syntax, tool) for tool in tools]
     head = syntax.tag('invoke name="')
     call = rules.rule(f"{head} ({' | '.join(bodies)}) {syntax.tag('invoke>', closing=True)} {_NL}")
@@ -198,6 +216,38 @@ def calls_rule(rules: Rules, syntax: CallSyntax, tools: Sequence[CallTool], *, m
     return rules.rule(f"{call}{'+' if many else ''} {end}")
 
 
+def _marked_calls(
+    rules: Rules, syntax: MarkSyntax, tools: Sequence[CallTool], *, many: bool
+) -> str:
+    _, begin, sep, end, done = (f"<[{number}]>" for number in syntax.mark_ids)
+    options = []
+    for tool in tools:
+        _check_unicode(tool.name, "the name of a tool")
+        arguments = json_rule(rules, _object(tool), tight=True)
+        if syntax.fenced:
+            head = quote(f"{tool.name}\n```json\n")
+            options.append(rules.rule(f"{head} {arguments} {quote(_FENCE_END)}"))
+        else:
+            options.append(rules.rule(f"{quote(tool.name)} {sep} {arguments}"))
+    body = f"({' | '.join(options)})"
+    if syntax.fenced:
+        body = f"{quote('function')} {sep} {body}"
+    call = rules.rule(f"{begin} {body} {end}")
+    more = f"({_NL} {call})*" if syntax.fenced else f"{call}*"
+    return rules.rule(f"{call} {more if many else ''} {done}")
+
+
+def _object(tool: CallTool) -> Mapping[str, Any]:
+    """The schema of a call's arguments, which are an object."""
+    if not tool.enforced:
+        return {"type": "object"}
+    schema = dict(tool.parameters or {"properties": {}, "additionalProperties": False})
+    if schema.setdefault("type", "object") != "object":
+        raise RequestError("the parameters of a function are an object")
+    return schema
+
+
+_FENCE_END = "\n```"
 _NL = quote("\n")
 
 

@@ -21,6 +21,7 @@ from deepdraft.engine.grammar import (
 from deepdraft.engine.lark import (
     CallSyntax,
     CallTool,
+    MarkSyntax,
     Rules,
     calls_rule,
     choice_rule,
@@ -32,6 +33,7 @@ from deepdraft.errors import RequestError
 from deepdraft.server import schema
 from deepdraft.server.sampling import ModelView
 from deepdraft.text import prompt as text
+from deepdraft.text.control import CALL_MARKS
 from deepdraft.text.conversation import TRAITS, TextPart
 
 _BLOCK_GAP = "\n\n"
@@ -87,11 +89,7 @@ def chat_enforcement(
         assert form is not None
         _check_ends(body, form.where)
         return _enforce_form(compiler, form, at, prefix=_prefix(conversation, start))
-    if TRAITS[model.family].calls != "dsml":
-        return _without_call_grammar(body, conversation, form, strict=strict)
-    marker_id = model.tokenizer.id_of(CALL_MARKER)
-    assert marker_id is not None, "a chat tokenizer has the call marker"
-    syntax = CallSyntax(marker_id=marker_id, family=model.family)
+    syntax = _call_syntax(model)
     tools, ignored = _check_tools(compiler, syntax, offered, forced=forced)
 
     def calls(rules: Rules) -> str:
@@ -102,47 +100,38 @@ def chat_enforcement(
         _check_ends(body, "tool_choice")
         lark = calls(rules)
         if not start.in_tool_calls:
-            lark = f"{quote(_BLOCK_GAP + '<')} {syntax.opening()} {lark}"
+            gap = f"{quote(_BLOCK_GAP + '<')} " if isinstance(syntax, CallSyntax) else ""
+            lark = f"{gap}{syntax.opening()} {lark}"
         grammar = _compile(compiler, rules.text(lark), at, "tool_choice")
     elif form is None:
         # Free text until the call marker, then calls as they must be.
-        lark = f"{syntax.rest_of_opening()} {calls(rules)}"
-        grammar = _compile(compiler, rules.text(lark), "at_call", "tools")
+        if isinstance(syntax, MarkSyntax):
+            grammar = _compile(compiler, rules.text(calls(rules)), "at_marked_call", "tools")
+        else:
+            lark = f"{syntax.rest_of_opening()} {calls(rules)}"
+            grammar = _compile(compiler, rules.text(lark), "at_call", "tools")
     else:
         _check_ends(body, form.where)
-        enforced = _enforce_form(
-            compiler,
-            form,
-            at,
-            instead=lambda rules: (
-                f"{rules.terminal(_BLOCK_START)} {syntax.opening()} {calls(rules)}"
-            ),
-        )
+
+        def instead(rules: Rules) -> str:
+            dsml = isinstance(syntax, CallSyntax)
+            gap = f"{rules.terminal(_BLOCK_START)} " if dsml else ""
+            return f"{gap}{syntax.opening()} {calls(rules)}"
+
+        enforced = _enforce_form(compiler, form, at, instead=instead)
         grammar, ignored = enforced.grammar, ignored + enforced.ignored
     return Enforcement(grammar=grammar, ignored=ignored, form=form is not None and not forced)
 
 
-def _without_call_grammar(
-    body: schema.ChatRequest, conversation: text.Conversation, form: Form | None, *, strict: bool
-) -> Enforcement:
-    """For formats whose calls no grammar is written for: what cannot be promised is refused."""
-    if conversation.tool_choice.mode in ("required", "function"):
-        raise RequestError(
-            "calls cannot be forced in this model's prompt format; use tool_choice auto",
-            param="tool_choice",
-        )
-    if strict:
-        raise RequestError(
-            "strict tools cannot be enforced in this model's prompt format; leave strict out",
-            param="tools",
-        )
-    if form is not None:
-        raise RequestError(
-            f"{form.where} cannot be combined with tools in this model's prompt format; leave one "
-            "of them out, or set tool_choice to none",
-            param=form.where,
-        )
-    return Enforcement(ignored=("parallel_tool_calls",))
+def _call_syntax(model: ModelView) -> CallSyntax | MarkSyntax:
+    """How the family writes calls. A prompt with tools stands already, so its tokens are there."""
+    dsml = TRAITS[model.family].calls == "dsml"
+    marks = (CALL_MARKER,) if dsml else CALL_MARKS
+    ids = [i for i in map(model.tokenizer.id_of, marks) if i is not None]
+    assert len(ids) == len(marks), "a chat tokenizer has the marks of calls"
+    if dsml:
+        return CallSyntax(marker_id=ids[0], family=model.family)
+    return MarkSyntax(mark_ids=tuple(ids), fenced=model.family != "v3.1")
 
 
 def _compiler(model: ModelView) -> GrammarCompiler:
@@ -301,7 +290,7 @@ def _offered(conversation: text.Conversation) -> list[tuple[int, text.Tool]]:
 
 def _check_tools(
     compiler: GrammarCompiler,
-    syntax: CallSyntax,
+    syntax: CallSyntax | MarkSyntax,
     offered: Sequence[tuple[int, text.Tool]],
     *,
     forced: bool,

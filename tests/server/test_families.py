@@ -1,5 +1,6 @@
 """Chats in the prompt formats of older families, over the wire."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -69,19 +70,71 @@ def test_reasoning(serve: Any) -> None:
         assert (thought["reasoning_content"], thought["content"]) == ("Hm.", "Yes.")
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
-        ({"tools": [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}]}, "tools"),
-        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
-    ],
-)
-def test_what_cannot_be_promised_is_refused(serve: Any, fields: dict[str, Any], param: str) -> None:
-    answer = serve("v3.1").chat(**fields)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == param
-    assert "this model's prompt format" in answer.json()["error"]["message"]
+def seven(name: str = "tide", **more: Any) -> dict[str, Any]:
+    """A tool whose arguments can only be {"a": 7}."""
+    parameters = {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "minimum": 7, "maximum": 7}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+
+
+def called(choice: dict[str, Any]) -> list[tuple[str, Any]]:
+    functions = [call["function"] for call in choice["message"].get("tool_calls") or ()]
+    return [(f["name"], json.loads(f["arguments"])) for f in functions]
+
+
+MARKED: tuple[Family, ...] = ("v3.1", "v3", "r1")
+
+
+@pytest.mark.parametrize("family", MARKED)
+def test_forced_calls(serve: Any, family: Family) -> None:
+    client = serve(family)
+    client.toy.say("Hm.</think>No call at all.<｜end▁of▁sentence｜>")
+    tools = [seven(), seven("tides")]
+    choice = message(client, tools=tools, tool_choice="required", parallel_tool_calls=False)
+    assert [arguments for _, arguments in called(choice)] == [{"a": 7}]
+    assert choice["finish_reason"] == "tool_calls" and not choice["message"]["content"]
+    named = {"type": "function", "function": {"name": "tides"}}
+    assert called(message(client, tools=tools, tool_choice=named)) == [("tides", {"a": 7})]
+
+
+@pytest.mark.parametrize("family", MARKED)
+def test_strict_tools(serve: Any, family: Family) -> None:
+    client = serve(family)
+    head = "Hm.</think>" if family == "r1" else ""
+    call = CALL.replace("tide<", "function<").replace(
+        '｜tool▁sep｜>{"a": 1}', '｜tool▁sep｜>tide\n```json\n{"a": 1}\n```'
+    )
+    client.toy.say(head + "Sure." + (CALL if family == "v3.1" else call))
+    loose = message(client, tools=[seven()])
+    assert called(loose) == [("tide", {"a": 1})]
+    strict = message(client, tools=[seven(strict=True)])
+    assert called(strict) == [("tide", {"a": 7})]
+    assert strict["message"]["content"] == "Sure."
+    client.toy.say(head + "Nothing to call.<｜end▁of▁sentence｜>")
+    assert message(client, tools=[seven(strict=True)])["message"]["content"] == "Nothing to call."
+    # A call without the mark that opens the block would be read as one, too.
+    client.toy.say(head + CALL.replace("<｜tool▁calls▁begin｜>", ""))
+    assert not called(message(client, tools=[seven(strict=True)], max_tokens=40))
+
+
+def test_a_form_or_a_call(serve: Any) -> None:
+    client = serve("v3.1")
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [5]}}}
+    client.toy.say("5<｜end▁of▁sentence｜>")
+    assert message(client, tools=[seven()], response_format=form)["message"]["content"] == "5"
+    client.toy.say(CALL)
+    strict = message(client, tools=[seven(strict=True)], response_format=form)
+    assert called(strict) == [("tide", {"a": 7})]
+
+
+def test_a_tokenizer_without_the_marks_has_no_tools(make_client: Callable[..., Client]) -> None:
+    client = make_client(family="v3.1", special=[t for t in TOKENS if "tool▁sep" not in t])
+    answer = client.chat(tools=TOOLS, tool_choice="required")
+    assert answer.status_code == 400 and "tool▁sep" in answer.json()["error"]["message"]
 
 
 def test_forms_are_enforced_in_every_format(serve: Any) -> None:
