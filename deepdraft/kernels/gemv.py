@@ -171,12 +171,13 @@ def tile_products(
 
 
 @triton.jit
-def gemv_kernel(
-    w_ptr, ws_ptr, x_ptr, xs_ptr, part_ptr, arrive_ptr, y_ptr,
-    N, G, R_PAD, X_STRIDE, BLOCK_ROWS, BLOCK_COLS, AHEAD,
+def tile_sum(
+    w_ptr, ws_ptr, x_ptr, xs_ptr, part_ptr, arrive_ptr,
+    G, R_PAD, X_STRIDE, BLOCK_ROWS, BLOCK_COLS, AHEAD,
     KIND: tl.constexpr, TILE: tl.constexpr, P: tl.constexpr, SPLIT: tl.constexpr,
-    MASKED: tl.constexpr, ROUND: tl.constexpr, T: tl.constexpr, PDL: tl.constexpr,
+    MASKED: tl.constexpr, T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """This program's tile: whether it has all parts of its columns, and fp32 [TILE, T]."""
     tile, part, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     steps = (G + P - 1) // P
     per_part = (steps + SPLIT - 1) // SPLIT
@@ -187,22 +188,39 @@ def gemv_kernel(
     if PDL:
         prefetch_l2(w_ptr, min(groups * (TILE * 64 if KIND == "bf16" else TILE * 32), AHEAD))
     wait_for_inputs(PDL)
-    t = tl.arange(0, T)
-    rows = row_tile * T + t
+    rows = row_tile * T + tl.arange(0, T)
     # A block-diagonal map reads the columns of its own block.
     x_ptr += (tile * TILE // BLOCK_ROWS) * BLOCK_COLS + first * 32
     total = tile_products(
         w_ptr, ws_ptr + start * (TILE // 32), x_ptr, xs_ptr + first * R_PAD, rows, R_PAD, X_STRIDE,
         groups, KIND, TILE, P, MASKED, T,
     )  # fmt: skip
-    row = tile * TILE + tl.arange(0, TILE)
-    y_at = rows[None, :] * N + row[:, None]
-    mine = (row < N)[:, None] & (t >= 0)[None, :]
-    if SPLIT > 1:
+    if SPLIT == 1:
+        return True, total
+    else:
+        row = tile * TILE + tl.arange(0, TILE)
         where = rows[None, :] * (tl.num_programs(0) * TILE) + row[:, None]
         stride = R_PAD * (tl.num_programs(0) * TILE)
         counter = arrive_ptr + row_tile * tl.num_programs(0) + tile
-        last, total = combine_parts(part_ptr, counter, total, where, stride, SPLIT)
+        return combine_parts(part_ptr, counter, total, where, stride, SPLIT)
+
+
+@triton.jit
+def gemv_kernel(
+    w_ptr, ws_ptr, x_ptr, xs_ptr, part_ptr, arrive_ptr, y_ptr,
+    N, G, R_PAD, X_STRIDE, BLOCK_ROWS, BLOCK_COLS, AHEAD,
+    KIND: tl.constexpr, TILE: tl.constexpr, P: tl.constexpr, SPLIT: tl.constexpr,
+    MASKED: tl.constexpr, ROUND: tl.constexpr, T: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    last, total = tile_sum(
+        w_ptr, ws_ptr, x_ptr, xs_ptr, part_ptr, arrive_ptr, G, R_PAD, X_STRIDE, BLOCK_ROWS,
+        BLOCK_COLS, AHEAD, KIND, TILE, P, SPLIT, MASKED, T, PDL,
+    )  # fmt: skip
+    t = tl.arange(0, T)
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    y_at = (tl.program_id(2) * T + t)[None, :] * N + row[:, None]
+    mine = (row < N)[:, None] & (t >= 0)[None, :]
+    if SPLIT > 1:
         mine = mine & last
     if ROUND:
         tl.store(y_ptr + y_at, to_bf16_rne(total), mask=mine)

@@ -12,11 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from deepdraft.kernels import gemv
-from deepdraft.kernels.gemv import QuantRows, combine_parts, quantize_groups, tile_products
+from deepdraft.kernels.gemv import QuantRows, quantize_groups, tile_sum
 from deepdraft.kernels.layout import GROUP, Tiled
 from deepdraft.kernels.native.fragments import Streamed
 from deepdraft.kernels.rounding import round_bf16
-from deepdraft.kernels.runtime import ROW_TILE, check, launch, prefetch_l2, wait_for_inputs
+from deepdraft.kernels.runtime import ROW_TILE, check, launch
 
 
 @triton.jit
@@ -26,29 +26,11 @@ def gemv_quant_kernel(
     TILE: tl.constexpr, P: tl.constexpr, SPLIT: tl.constexpr, MASKED: tl.constexpr,
     T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    tile, part, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    steps = (G + P - 1) // P
-    per_part = (steps + SPLIT - 1) // SPLIT
-    first = part * per_part * P
-    groups = min(G, first + per_part * P) - first
-    start = tile.to(tl.int64) * G + first
-    w_ptr += start * TILE * 32
-    if PDL:
-        prefetch_l2(w_ptr, min(groups * TILE * 32, AHEAD))
-    wait_for_inputs(PDL)
-    rows = row_tile * T + tl.arange(0, T)
-    x_ptr += (tile * TILE // BLOCK_ROWS) * BLOCK_COLS + first * 32
-    total = tile_products(
-        w_ptr, ws_ptr + start * (TILE // 32), x_ptr, x_ptr, rows, R_PAD, X_STRIDE, groups,
-        "fp8xbf16", TILE, P, MASKED, T,
+    last, total = tile_sum(
+        w_ptr, ws_ptr, x_ptr, x_ptr, part_ptr, arrive_ptr, G, R_PAD, X_STRIDE, BLOCK_ROWS,
+        BLOCK_COLS, AHEAD, "fp8xbf16", TILE, P, SPLIT, MASKED, T, PDL,
     )  # fmt: skip
-    last = True
-    if SPLIT > 1:
-        row = tile * TILE + tl.arange(0, TILE)
-        where = rows[None, :] * (tl.num_programs(0) * TILE) + row[:, None]
-        stride = R_PAD * (tl.num_programs(0) * TILE)
-        counter = arrive_ptr + row_tile * tl.num_programs(0) + tile
-        last, total = combine_parts(part_ptr, counter, total, where, stride, SPLIT)
+    tile, row_tile = tl.program_id(0), tl.program_id(2)
     if last:
         H: tl.constexpr = TILE // 32
         group = tl.arange(0, T * H)
