@@ -112,7 +112,7 @@ class Tuner:
             "name": name, "key": key, "plan": str(plan),
             "us": plain, "programmatic_us": programmatic,
             "share": round(timed.bytes / 4.3e6 / least, 3), "MB": round(timed.bytes / 1e6, 2),
-            "fields": [getattr(plan, f, 0) for f in FIELDS],
+            "fields": [getattr(plan, f) for f in FIELDS] if isinstance(plan, StreamPlan) else [],
         }  # fmt: skip
 
     def dense(self, part: int) -> Iterator[dict]:
