@@ -116,6 +116,8 @@ class Slab:
         for slot in slots:
             assert self.states[slot] != SlotState.FREE, f"slot {slot} is free"
             self.states[slot] = new
+            if new == SlotState.QUARANTINED:
+                self._written[slot] = self.slot_bytes  # by whom is not known
             if new == SlotState.FREE:
                 self._free[self.part(slot)].append(slot)
 

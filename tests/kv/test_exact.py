@@ -48,7 +48,12 @@ def test_turns_of_a_conversation(numerics: str, mode: str, model_of: ModelOf) ->
 
 
 @pytest.mark.parametrize(
-    ("numerics", "cut"), [("exact", c) for c in (1, 2, 39, 40, 41, 47, 49, 50)] + [("quant", 47)]
+    ("numerics", "cut"),
+    [
+        *(("exact", cut) for cut in (1, 39, 40, 49, 50)),
+        *(pytest.param("exact", cut, marks=pytest.mark.full) for cut in (2, 41, 47)),
+        ("quant", 47),
+    ],
 )
 def test_other_ways_on_from_a_stored_prompt(numerics: str, cut: int, model_of: ModelOf) -> None:
     """Diverging at any place gives the cold answer, whatever could be reused."""
@@ -73,7 +78,10 @@ def test_a_system_prompt_helps_from_the_third_conversation_on(model: DeepseekV41
         assert both(served, system + text(other, 30)) == "61/61"
 
 
-@pytest.mark.parametrize(("numerics", "shared"), [("exact", 160), ("exact", 161), ("quant", 175)])
+@pytest.mark.parametrize(
+    ("numerics", "shared"),
+    [pytest.param("exact", 160, marks=pytest.mark.full), ("exact", 161), ("quant", 175)],
+)
 def test_windows_computed_again_where_there_is_no_checkpoint(
     numerics: str, shared: int, model_of: ModelOf
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from deepdraft.adapters.environments import ENVIRONMENTS, read_record
+from deepdraft.cli.options import fleet_settings
 from deepdraft.errors import ConfigError
 from deepdraft.kv import wire
 from deepdraft.kv.directory import Record
@@ -453,3 +454,13 @@ def test_what_a_sidecar_needs() -> None:
         Sidecar(slab, "/nowhere/python", name="x")
     with pytest.raises(ConfigError, match="memfd"):
         Sidecar(Slab(slot_bytes=4096, num_slots=4), sys.executable, name="x")
+
+
+def test_the_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DEEPDRAFT_ENVIRONMENTS", str(tmp_path))
+    names = ("directory", "name", "listen", "advertise", "files", "fetch", "nixl")
+    flags = dict.fromkeys(f"kv_{name}" for name in names)
+    assert fleet_settings(flags)["nixl"] is None
+    assert fleet_settings({**flags, "kv_nixl": "/x/python"})["nixl"] == "/x/python"
+    with pytest.raises(ConfigError, match="env create nixl"):
+        fleet_settings({**flags, "kv_nixl": "env"})

@@ -228,7 +228,7 @@ class CacheMachine(RuleBasedStateMachine):
             else:
                 self.reserved.append(slots)
                 for slot in slots:  # a transfer writes here
-                    self.memory.slab.view(slot, 10)[:] = 255
+                    self.memory.room(slot, 10)[:] = 255
             self._ended()
 
     @precondition(lambda self: self.reserved)
@@ -297,6 +297,12 @@ class CacheMachine(RuleBasedStateMachine):
         for reader in self.readers:
             for slot, length, data in reader.places:
                 assert self.memory.slab.array[slot, :length].tobytes() == data
+
+    @invariant()
+    def nothing_of_an_earlier_owner_is_behind_a_chunk(self) -> None:
+        for entry in self.memory.entries.values():
+            for chunk in entry.all_chunks():
+                assert not self.memory.slab.array[chunk.slot, chunk.length :].any()
 
     @invariant()
     def the_high_water_mark_holds(self) -> None:
