@@ -3,7 +3,8 @@
     python bench/prefill_gpu.py --json FILE [--seconds 540] [--only tests,checks,kernels,...]
 
 tests    tests/kernels/test_prefill_* (published sizes too)
-checks   rows around the thresholds and at 1M tokens against float64
+checks   rows around the thresholds and at 1M tokens against float64; the bundled model's state
+         and logits against the CPU's
 kernels  each kernel at the published sizes: plans, share of the ceilings, cuBLAS beside ours
 chunks   the encoder at contexts 0, 256K and 1M, by kernel; an estimate of 1M tokens from them
 prompts  1K, 8K, 64K tokens to the logits; memory against the plan
@@ -85,6 +86,11 @@ def checks(results: Results, args, sizes, device: str, plans) -> None:
         "check_cache",
         lambda: prefill_checks.check_cache(sizes, device, tokens=args.tokens, rows=rows),
     )
+    if not args.dry_run:
+        import prefill_demo
+
+        run = prefill_demo.check_demo
+        results.stage("demo", lambda: run(device, count=12, length=600, chunk=256, plans=None))
 
 
 def loaded(results: Results, args, sizes, ceilings, plans, device: str) -> None:
