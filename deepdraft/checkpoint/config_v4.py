@@ -106,6 +106,12 @@ def _dspark(top: Section, fields: dict[str, Any], drafter: int) -> dict[str, Any
     if not drafter or not top.has("dspark_block_size"):
         return {}
     layers, vocabulary = fields["num_hidden_layers"], fields["vocab_size"]
+    ratios = top.values.get("compress_ratios")
+    if isinstance(ratios, list) and any(ratios[layers:]):
+        raise ConfigError(
+            f"compress_ratios[{layers}:] = {show(ratios[layers:])} must be 0: DSpark layers have "
+            "windows only"
+        )
     targets = top.integers("dspark_target_layer_ids")
     if not targets or list(targets) != sorted(set(targets)) or targets[-1] >= layers:
         raise ConfigError(

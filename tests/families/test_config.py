@@ -339,7 +339,7 @@ def test_v4_details() -> None:
     published = config_of("deepseek-v4-a") | {
         "num_nextn_predict_layers": 1,
         "compress_ratios": [0, 4, 128, 4, 0],
-        "dspark_block_size": 5,
+        "dspark_markov_rank": 5,
         "expert_dtype": "fp4",
         "quantization_config": FP8 | {"scale_fmt": "ue8m0"},
     }

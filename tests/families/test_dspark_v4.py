@@ -169,6 +169,7 @@ def test_without_the_layers_the_text_drafts(tmp_path: Path) -> None:
     [
         ({"dspark_target_layer_ids": [3, 1]}, "must rise and lie in 0..3"),
         ({"dspark_target_layer_ids": [4]}, "must rise and lie in 0..3"),
+        ({"compress_ratios": [0, 4, 128, 4, 0, 4]}, "must be 0: DSpark layers have windows only"),
         ({"dspark_noise_token_id": 512}, "dspark_noise_token_id"),
         ({"dspark_markov_rank": None}, "dspark_markov_rank"),
     ],
