@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepdraft.engine.sampler import Row, Sampler
-from deepdraft.spec.costs import CostTable, StepCosts
+from deepdraft.spec.costs import SHORT, CostTable, StepCosts
 from deepdraft.types import SamplingParams
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 16)
@@ -41,6 +41,7 @@ def measure_costs(
     each = tuple(n for n in ROWS_EACH if n <= room)
     verify: list[Sample] = []
     draft: list[Sample] = []
+    short: list[float] = []
     with torch.inference_mode():
         timer.open(max(1, min(context, runner.max_tokens - max(*rows, *each) - 1)))
         counts = [n for n in SEQUENCES if n <= len(timer.sequences)]
@@ -48,11 +49,15 @@ def measure_costs(
             verify += [timer.step(1, n) for n in rows]
             verify += [timer.step(q, q * n) for q in counts[1:] for n in each]
             draft += [timer.draft(n) for n in counts]
+            if getattr(runner, "shortens", False) and runner.block_size > SHORT:
+                short.append(timer.draft(counts[-1], SHORT)[2])
         timer.close()
         sampled = min(timer.choice(i) for i in range(repeats + 1))
+    table = CostTable.from_samples(_best(draft))
     return StepCosts(
         verify=_rectangle(_best(verify)),
-        draft=CostTable.from_samples(_best(draft)),
+        draft=table,
+        short_draft=min([1.0, *(ms / table.step_ms(counts[-1]) for ms in short)]),
         sampled_row=sampled,
         sampled_draft=sampled,
     )
@@ -114,15 +119,16 @@ class _Timer:
         self._back(sequences)
         return num_rows, float(num_sequences), ms
 
-    def draft(self, num_sequences: int) -> Sample:
+    def draft(self, num_sequences: int, size: int | None = None) -> Sample:
         sequences = self.sequences[:num_sequences]
         # As in use: what the step before confirmed is fed first.
         fed = [1] * min(2, self.runner.max_tokens - self.context)
         self.runner.step([(sequence, fed) for sequence in sequences])
 
         def draft() -> None:
-            blocks = self.runner.draft([(s, 1) for s in sequences])
-            for i in range(self.runner.block_size):
+            batch = [(s, 1) for s in sequences]
+            blocks = self.runner.draft(batch) if size is None else self.runner.draft(batch, size)
+            for i in range(size or self.runner.block_size):
                 if hasattr(self.runner, "refine"):
                     logits_QV, _ = self.runner.refine(blocks, i, [1] * len(blocks))
                 else:

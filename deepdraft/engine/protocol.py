@@ -4,6 +4,7 @@ Owns: the calls, and what each may assume. `engine.runner.Runner` answers them.
 Knows nothing of: requests, how a model does it.
 """
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -62,4 +63,31 @@ class JoiningRunner(Protocol):
     def prefill_together(self, batch: list[tuple[Any, list[int]]], /) -> list[Tensor]:
         """Appends a part to each; logits [V] after the last token of each, with the bits that it
         has alone."""
+        ...
+
+
+class DraftRows(Protocol):
+    """A block of proposals that is gone through in order."""
+
+    def __len__(self) -> int:
+        """The number of drafts."""
+        ...
+
+    def refine(self, i: int, previous: int, /) -> tuple[Tensor, float]:
+        """Logits [V] of draft i and its raw confidence, given the token before it."""
+        ...
+
+
+class DraftingRunner(Protocol):
+    """What drafting needs of a runner; `engine.runner.Runner` is one."""
+
+    block_size: int
+
+    def draft(self, batch: list[tuple[Any, int]], size: int = ..., /) -> Sequence[DraftRows]:
+        """Begins a block for each (sequence, last token); may raise and changes nothing then.
+        `size`: of a block other than `block_size`, given where the runner `shortens`."""
+        ...
+
+    def commit(self, handle: Any, num_tokens: int, /) -> None:
+        """The first `num_tokens` tokens of a sequence stand; takes the rest of a step back."""
         ...

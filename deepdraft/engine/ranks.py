@@ -65,7 +65,7 @@ class Leading(Runner):
         """From now on the other ranks follow. `check` raises where an exchange of the last call
         failed on the device."""
         self._me, self._check = me, check
-        self.joint_rows = 0  # no command of the others
+        self.joint_rows, self.shortens = 0, False  # no commands of the others
         self._numbers: dict[SequenceState, int] = {}
         self._next = 0
         self._dropped: list[int] = []
@@ -158,8 +158,10 @@ class Leading(Runner):
             lambda: Runner.commit(self, sequence, num_tokens),
         )
 
-    def draft(self, batch: Sequence[tuple[SequenceState, int]]) -> list[Draft]:
-        """Begin a block of drafts for each sequence."""
+    def draft(
+        self, batch: Sequence[tuple[SequenceState, int]], size: int | None = None
+    ) -> list[Draft]:
+        """Begin a block of drafts for each sequence, all of `block_size`."""
         told = [(self._numbers[sequence], token_id) for sequence, token_id in batch]
         begun = self._call("draft", (told, self._next + 1), lambda: Runner.draft(self, batch))
         drafts: list[Draft] = []

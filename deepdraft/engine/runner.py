@@ -120,9 +120,11 @@ class Runner:
         self.max_tokens = max_context or limit
         self.max_step_rows = step_rows
         self.device = model.device
-        joins = type(model) is DeepseekV41 and prefill == "full"
-        self.joint_rows = JOINT_ROWS if joins else 0
+        on_cpu = type(model) is DeepseekV41
+        self.joint_rows = JOINT_ROWS if on_cpu and prefill == "full" else 0
         """Rows of parts that `prefill_together` takes at once; 0: it takes none."""
+        self.shortens = on_cpu and model.drafter is not None
+        """`draft` makes blocks of a given size too."""
         if state_bytes is not None:
             num_sequences = self._that_fit(num_sequences, state_bytes)
         self.num_sequences = num_sequences
@@ -287,16 +289,19 @@ class Runner:
             first, taps = notes[-1]
             notes[-1] = (first, taps[: max(0, num_tokens - first)])
 
-    def draft(self, batch: Sequence[tuple[SequenceState, int]]) -> list[Any]:
-        """Begin a block of `block_size` drafts for each sequence; the token stands right after the
-        confirmed ones. Raises StateError, and the sequences are as they were."""
+    def draft(
+        self, batch: Sequence[tuple[SequenceState, int]], size: int | None = None
+    ) -> list[Any]:
+        """Begin a block of `size` drafts for each sequence, `block_size` unless it is given and
+        `shortens`; the token stands right after the confirmed ones. Raises StateError, and the
+        sequences are as they were."""
         if self._histories is not None:
             return [self._look_up(sequence, token_id) for sequence, token_id in batch]
         drafter = self.model.drafter
         if drafter is None or not self.block_size:
             raise StateError("there is no drafter here")
         self.feed_pending(*(sequence for sequence, _ in batch))
-        return [Draft(drafter, start) for start in drafter.start(batch, self.block_size)]
+        return [Draft(drafter, start) for start in drafter.start(batch, size or self.block_size)]
 
     def _look_up(self, sequence: SequenceState, token_id: int) -> LookupDraft:
         assert self._histories is not None

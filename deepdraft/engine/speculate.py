@@ -15,12 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from deepdraft.engine.protocol import DraftingRunner, DraftRows
 from deepdraft.engine.request import Request, crowd_gate, new_gate
 from deepdraft.engine.sampler import (
     Choice,
@@ -35,7 +36,7 @@ from deepdraft.engine.sampler import (
 )
 from deepdraft.errors import DeepdraftError, EngineError
 from deepdraft.spec.calibrate import Calibration
-from deepdraft.spec.costs import StepCosts
+from deepdraft.spec.costs import SHORT, StepCosts
 from deepdraft.spec.laws import is_law, law
 from deepdraft.spec.noise import KeyedDice
 from deepdraft.spec.protocol import Proposal, Verdict
@@ -55,32 +56,6 @@ MARGIN = 1.04
 and the last steps, when those that drafted well are through and the others wait with fewer."""
 MAX_STEP_ROWS = 96
 """Rows of one step; up to so many are proven to have the same bits alone and together."""
-
-
-class DraftRows(Protocol):
-    """A block of proposals that is gone through in order."""
-
-    def __len__(self) -> int:
-        """The number of drafts."""
-        ...
-
-    def refine(self, i: int, previous: int, /) -> tuple[Tensor, float]:
-        """Logits [V] of draft i and its raw confidence, given the token before it."""
-        ...
-
-
-class DraftingRunner(Protocol):
-    """What drafting needs of a runner; `engine.runner.Runner` is one."""
-
-    block_size: int
-
-    def draft(self, batch: list[tuple[Any, int]], /) -> Sequence[DraftRows]:
-        """Begins a block for each (sequence, last token); may raise and changes nothing then."""
-        ...
-
-    def commit(self, handle: Any, num_tokens: int, /) -> None:
-        """The first `num_tokens` tokens of a sequence stand; takes the rest of a step back."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,6 +243,7 @@ class Speculator:
         self._sampler = sampler
         self.options = options
         self.block_size: int = getattr(runner, "block_size", 0)
+        self._size = self.block_size
         self.observer: Observer | None = None
         self._greedy: Schedule
         self._sampled: Schedule
@@ -275,13 +251,18 @@ class Speculator:
         self._by_cost = options.schedule is None and options.costs is not None
         # Drafts for several requests take little longer than for one: they draft together or not.
         self._gate = crowd_gate()
+        survivals: list[float] = list(accumulate(self._means(), mul))
+        self._stood = sum(survivals) or 1.0
+        """Drafts of a request that stood in a step of several, lately."""
         self._tried: set[int] = set()
         """The requests that drafted together last, by number."""
         if self._by_cost and options.costs is not None:
-            calibration = options.calibrations.get(options.rule) or Calibration()
-            means = calibration.means
+            means = self._means()
             self._greedy = CostSchedule(table=options.costs.verify, means=means)
             self._sampled = CostSchedule(table=options.costs.sampled(), means=means)
+
+    def _means(self) -> tuple[float, ...]:
+        return (self.options.calibrations.get(self.options.rule) or Calibration()).means
 
     def settle(self, request: Request) -> None:
         """Chooses a new request's rule, and its gate. At temperature 0 all rules give the same
@@ -303,6 +284,7 @@ class Speculator:
         if self._by_cost:
             wanting = self._gated(wanting, [request.number for request in requests])
         if wanting:
+            self._size = self._block(len(requests))
             self._fill(self._begin(wanting))
             for block in wanting:
                 block.num_drafted = len(block.token_ids)
@@ -320,6 +302,13 @@ class Speculator:
         self._tried = set(numbers)
         return wanting
 
+    def _block(self, num_requests: int) -> int:
+        """Drafts of a block. For several requests not many more than stand: there the layers' pass
+        costs by the draft. Known from the past, so a legal end of a block."""
+        if num_requests == 1 or not self._by_cost or not getattr(self._runner, "shortens", False):
+            return self.block_size
+        return min(self.block_size, max(SHORT, round(1.4 * self._stood + 0.5)))
+
     def _most_drafts(self, request: Request) -> int:
         asked = request.source.speculation.num_drafts
         most = self.block_size if asked is None else min(asked, self.block_size)
@@ -329,7 +318,9 @@ class Speculator:
     def _begin(self, blocks: Sequence[Block]) -> list[tuple[Block, DraftRows]]:
         batch = [(b.request.handle, b.request.output_ids[-1]) for b in blocks]
         try:
-            return list(zip(blocks, self._runner.draft(batch), strict=True))
+            if self._size == self.block_size:
+                return list(zip(blocks, self._runner.draft(batch), strict=True))
+            return list(zip(blocks, self._runner.draft(batch, self._size), strict=True))
         except Exception as error:
             if len(blocks) > 1:
                 return [pair for block in blocks for pair in self._begin([block])]
@@ -464,7 +455,8 @@ class Speculator:
         if costs is None or not drafting:
             return 0.0
         sampled = sum(b.num_drafted for b in drafting if b.request.source.sampling.temperature)
-        return costs.draft.step_ms(len(drafting)) + sampled * costs.sampled_draft
+        ms = costs.draft_ms(len(drafting), self._size, self.block_size)
+        return ms + sampled * costs.sampled_draft
 
     # ---- verification ----------------------------------------------------------------------
 
@@ -568,6 +560,7 @@ class Speculator:
         gate = blocks[0].request.gate
         if num > 1:
             gate, step_ms = self._gate, MARGIN * step_ms
+            self._stood += 0.2 * (sum(accepted) / len(drafted) - self._stood)
         gate.record(
             1 + sum(accepted) / num,
             step_ms,

@@ -14,6 +14,9 @@ from typing import Any
 
 from deepdraft.errors import ConfigError
 
+SHORT = 2
+"""The smallest block that is drafted for several sequences."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostTable:
@@ -113,14 +116,26 @@ class StepCosts:
 
     `verify`: a step by its rows, greedy choice included. `draft`: a block of drafts by the number
     of sequences. `sampled_row`, `sampled_draft`: what a row and a draft cost more at a temperature.
+    `short_draft`: what a block of `SHORT` drafts of the most sequences takes, as a part of a whole
+    one; 1 where that was not measured.
     """
 
     verify: CostTable
     draft: CostTable
     sampled_row: float = 0.0
     sampled_draft: float = 0.0
+    short_draft: float = 1.0
+
+    def draft_ms(self, num_sequences: int, size: int, block_size: int) -> float:
+        """A block of `size` drafts each, where whole blocks have `block_size`."""
+        whole = self.draft.step_ms(num_sequences)
+        if size >= block_size:
+            return whole
+        return whole * (1 - (1 - self.short_draft) * (block_size - size) / (block_size - SHORT))
 
     def __post_init__(self) -> None:
+        if not 0.0 < self.short_draft <= 1.0:
+            raise ConfigError(f"costs: short_draft must lie in (0, 1], got {self.short_draft}")
         for name in ("sampled_row", "sampled_draft"):
             if not 0.0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"costs: {name} must be >= 0 ms, got {getattr(self, name)}")
@@ -141,6 +156,7 @@ class StepCosts:
             "draft": self.draft.to_dict(),
             "sampled_row": self.sampled_row,
             "sampled_draft": self.sampled_draft,
+            "short_draft": self.short_draft,
         }
 
     @classmethod
@@ -152,6 +168,7 @@ class StepCosts:
                 draft=CostTable.from_dict(values["draft"]),
                 sampled_row=float(values.get("sampled_row", 0.0)),
                 sampled_draft=float(values.get("sampled_draft", 0.0)),
+                short_draft=float(values.get("short_draft", 1.0)),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"costs: tables verify and draft are needed: {error!r}") from error

@@ -106,14 +106,16 @@ class FakeDraft:
 
     def __init__(self, runner: "DraftingRunner", handle: FakeSequence, last: int) -> None:
         self.runner = runner
+        self.size = runner.block_size
         self.ahead = FakeSequence()
         self.ahead.token_ids = [*handle.token_ids]
         self.ahead.num_prompt = handle.num_prompt
 
     def __len__(self) -> int:
-        return self.runner.block_size
+        return self.size
 
     def refine(self, i: int, previous: int) -> tuple[Tensor, float]:
+        assert i < self.size
         self.runner.refine_fault(self.ahead, i)
         self.ahead.token_ids.append(previous)
         logits = self.runner.clean_logits(self.ahead)

@@ -1,6 +1,7 @@
 """Short prompts that wait together are read in one step, and nothing but the time tells."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,12 +9,14 @@ import torch
 from deepdraft.engine.engine import Engine
 from deepdraft.engine.load import load_engine
 from deepdraft.engine.runner import Runner
+from deepdraft.engine.speculate import Speculation
 from deepdraft.server.service import bundled_checkpoint
-from deepdraft.types import TokenEvent
+from deepdraft.types import SpeculationParams, TokenEvent
 
 from .fake import FakeSequence, JoiningRunner
 from .test_engine import EOS, answer, ask
 from .test_load import EngineConfig
+from .test_many_streams import COSTS
 
 
 def script(prompt: list[int]) -> list[int]:
@@ -176,7 +179,9 @@ def test_a_sequence_that_waits_for_a_replay_does_not_join(demo: Runner) -> None:
     demo.close_sequence(sequence)
 
 
-def test_streams_of_the_bundled_model_are_what_each_is_alone(demo: Runner) -> None:
+def test_streams_of_the_bundled_model_are_what_each_is_alone(
+    demo: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     requests = [
         ask(str(i), tuple(ids), max_new_tokens=6, stop_token_ids=frozenset(), reuse=False)
         for i, ids in enumerate(PROMPTS)
@@ -188,13 +193,39 @@ def test_streams_of_the_bundled_model_are_what_each_is_alone(demo: Runner) -> No
         joint.append(len(batch))
         return together(batch)
 
-    demo.prefill_together = note  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(demo, "prefill_together", note)
     engine = Engine(demo, max_running=5)
     streams = [engine.generate(request) for request in requests]
     engine.start()
     found = [ids_of(stream) for stream in streams]
     assert joint == [5]
     assert found == [ids_of(engine.generate(request)) for request in requests]
+    engine.close()
+
+
+def test_drafts_of_several_streams_change_nothing(
+    demo: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By cost, in blocks of any length, as each is alone and undrafted."""
+    requests = [
+        ask(str(i), tuple(ids), max_new_tokens=24, stop_token_ids=frozenset(), reuse=False)
+        for i, ids in enumerate(PROMPTS)
+    ]
+    sizes: set[int | None] = set()
+    draft = demo.draft
+
+    def note(batch: list, size: int | None = None) -> list:
+        sizes.add(size if len(batch) > 1 else None)
+        return draft(batch, size)
+
+    monkeypatch.setattr(demo, "draft", note)
+    engine = Engine(demo, max_running=5, speculation=Speculation(costs=COSTS))
+    streams = [engine.generate(request) for request in requests]
+    engine.start()
+    found = [ids_of(stream) for stream in streams]
+    assert sizes & {2, 3, 4}
+    off = SpeculationParams(num_drafts=0)
+    assert found == [ids_of(engine.generate(replace(r, speculation=off))) for r in requests]
     engine.close()
 
 

@@ -7,7 +7,7 @@ from deepdraft.engine.speculate import Block, Speculation, Speculator
 from deepdraft.spec.costs import CostTable, StepCosts
 from deepdraft.types import SamplingParams
 
-from .fake import DraftingRunner
+from .fake import DraftingRunner, FakeDraft, FakeSequence
 from .test_engine import answer, ask, serving
 
 STREAMS = 16
@@ -96,3 +96,39 @@ def test_new_requests_are_tried_at_once_whatever_was_before() -> None:
         assert hopeless < 15 * STREAMS
         runner.error = 0.0
         assert drafted_steps(engine, 100) > STREAMS
+
+
+class Shortening(DraftingRunner):
+    """Drafts blocks of a given size, and notes which."""
+
+    shortens = True
+
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)
+        self.sizes: list[tuple[int, int | None]] = []
+
+    def draft(  # type: ignore[override]
+        self, batch: list[tuple[FakeSequence, int]], size: int | None = None
+    ) -> list[FakeDraft]:
+        self.sizes.append((len(batch), size))
+        blocks = super().draft(batch)
+        for block in blocks:
+            block.size = size or self.block_size
+        return blocks
+
+
+@pytest.mark.parametrize(("error", "wanted"), [(0.0, None), (0.7, 2)])
+def test_blocks_of_several_streams_are_as_long_as_pays(error: float, wanted: int | None) -> None:
+    """Whole where drafts stand, short where they fall; the answers are those of each alone."""
+    runner = Shortening(strength=0.0, error=error, max_tokens=1000, max_step_rows=96)
+    requests = [
+        ask(str(i), (i + 2, 3), max_new_tokens=60, stop_token_ids=frozenset()) for i in range(8)
+    ]
+    with serving(runner, speculation=Speculation(costs=COSTS), max_running=8) as engine:
+        alone = [answer(engine.generate(request)) for request in requests]
+        assert {size for _, size in runner.sizes} == {None}
+        runner.sizes.clear()
+        streams = [engine.generate(request) for request in requests]
+        assert [answer(stream) for stream in streams] == alone
+    several = [size for num, size in runner.sizes if num > 1]
+    assert several[-1] == wanted and {2, 3, 4, None} >= set(several)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from deepdraft.errors import ConfigError
-from deepdraft.spec.costs import CostTable
+from deepdraft.spec.costs import CostTable, StepCosts
 
 
 def test_reading_between_and_beyond_points() -> None:
@@ -69,3 +69,18 @@ def test_tables_survive_json() -> None:
 def test_senseless_tables_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="cost table"):
         CostTable.from_dict(bad)
+
+
+def test_short_blocks_cost_a_part_of_whole_ones() -> None:
+    table = CostTable(rows=(1, 16), ms=((4.0, 10.0),))
+    costs = StepCosts(verify=table, draft=table, short_draft=0.7)
+    parts = [costs.draft_ms(16, size, 5) for size in (2, 3, 4, 5)]
+    assert parts == pytest.approx([7.0, 8.0, 9.0, 10.0])
+    assert costs.draft_ms(16, 2, 2) == costs.draft_ms(16, 1, 1) == 10.0
+    assert StepCosts.from_dict(costs.to_dict()) == costs
+    values = costs.to_dict()
+    del values["short_draft"]  # a table of before: nothing is known to be saved
+    assert StepCosts.from_dict(values).draft_ms(16, 2, 5) == 10.0
+    for bad in (0.0, 1.01, math.nan):
+        with pytest.raises(ConfigError, match="short_draft"):
+            StepCosts(verify=table, draft=table, short_draft=bad)
