@@ -5,7 +5,6 @@ import json
 import shlex
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -105,11 +104,10 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Environment:
 
 
 @pytest.fixture
-def port() -> Iterator[int]:
+def port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        number = probe.getsockname()[1]
-    yield number
+        return probe.getsockname()[1]
 
 
 def test_the_plugin_is_there_while_the_server_runs(

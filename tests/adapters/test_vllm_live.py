@@ -87,10 +87,10 @@ def test_its_parser_refuses_what_our_check_refuses(tmp_path: Path, vllm: Environ
 
 
 @pytest.fixture
-def port() -> Iterator[int]:
+def port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        yield probe.getsockname()[1]
+        return probe.getsockname()[1]
 
 
 def ask(port: int, **fields: Any) -> Iterator[dict[str, Any]]:
