@@ -185,7 +185,7 @@ def speculative(args: Any, config: dict[str, Any], drafts: int) -> dict[str, Any
         raise ConfigError(f"drafts must be 0 or more, got {drafts}")
     if not drafts:
         return None
-    block = getattr(args, "dspark_block_size", config.get("dspark_block_size"))
+    block = getattr(args, "dspark_block_size", 0)
     if block:
         if drafts > block:
             raise ConfigError(

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from deepdraft.adapters.environments import ENVIRONMENTS
-from deepdraft.adapters.vllm_launch import plan
+from deepdraft.adapters.vllm_launch import plan, speculative
+from deepdraft.checkpoint.section import read_config
 from deepdraft.errors import ConfigError
 from deepdraft.proof.tiny_write import write_tiny
 
@@ -60,6 +61,30 @@ def test_drafts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="announces no"):
         plan(plain, cpu=False, drafts=1)
     assert plan(plain, cpu=False).speculative is None
+
+
+def test_drafts_of_dspark(tmp_path: Path) -> None:
+    checkpoint = made(tmp_path, "v41")
+    block = read_config(checkpoint / "config.json")["text_config"]["dspark_block_size"]
+    assert plan(checkpoint, cpu=False, drafts=block).speculative == {
+        "method": "dspark", "num_speculative_tokens": block,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=f"draft at most {block} tokens"):
+        plan(checkpoint, cpu=False, drafts=block + 1)
+    with pytest.raises(ConfigError, match="0 or more"):
+        plan(checkpoint, cpu=False, drafts=-1)
+    config = {"model_type": "deepseek_v3", "num_nextn_predict_layers": 2}
+    with pytest.raises(ConfigError, match="or a multiple of it"):
+        speculative(None, config, 3)
+    assert speculative(None, config, 4) is not None
+    with pytest.raises(ConfigError, match="no layer of llama"):
+        speculative(None, config | {"model_type": "llama"}, 2)
+
+
+def test_the_stored_dtype_is_kept(tmp_path: Path) -> None:
+    checkpoint = made(tmp_path, "v3", real_latents=True, storage="bfloat16")
+    launch = plan(checkpoint, cpu=True, dtype=None)
+    assert launch.dtype == "bfloat16" and launch.attention_backend is None
 
 
 def test_files_that_are_missing(tmp_path: Path) -> None:
