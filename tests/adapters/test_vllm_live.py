@@ -1,8 +1,8 @@
 """vLLM itself, on a CPU, in the environment `vllm-cpu`: our plugin, its parser, its server.
 
 A part of `make test-vllm`; takes minutes. Skipped where the environment is not there (`deepdraft
-env create vllm-cpu`). Parity of each kind, and of stacked experts with the plugin, is the other part,
-`bench/vllm_record.py`.
+env create vllm-cpu`). The other part, `bench/vllm_record.py`, has parity of each kind, and stacked
+experts with the plugin.
 """
 
 import dataclasses
