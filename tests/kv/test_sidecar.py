@@ -29,14 +29,15 @@ FAKE = Path(__file__).with_name("fake_nixl.py")
 NIXL = ENVIRONMENTS["nixl"]
 PATIENCE_S = 60.0
 SETTINGS = TransferSettings(
-    connect_s=2,
-    deadline_s=40,
-    idle_s=2.0,
+    connect_s=20,
+    deadline_s=120,
+    idle_s=30,
     renew_s=0.0001,
     backoff_s=30,
-    sidecar_answer_s=2.0,
+    sidecar_answer_s=30,
     sidecar_backoff_s=0.01,
 )
+"""So patient that a busy machine decides nothing; `impatient` is for what never comes."""
 
 
 def until(what: Callable[[], bool]) -> None:
@@ -50,10 +51,10 @@ def until(what: Callable[[], bool]) -> None:
 class Pair:
     """Owner A and reader B, each with a sidecar, in one process."""
 
-    def __init__(self, kind: str, faults: Path, slots_b: int = 400, **settings: float) -> None:
+    def __init__(self, kind: str, faults: Path, slots_b: int = 400) -> None:
         self.kind, self.faults = kind, faults
         faults.mkdir(exist_ok=True)
-        self.settings = TransferSettings(**{**_fields(SETTINGS), **settings})  # type: ignore[arg-type]
+        self.settings = SETTINGS
         self.a, self.b = Kept(shared=True), Kept(slots=slots_b, shared=True)
         self.sidecars = [self._sidecar(side, name) for side, name in ((self.a, "a"), (self.b, "b"))]
         for sidecar in self.sidecars:
@@ -80,7 +81,14 @@ class Pair:
         )
 
     def _fetcher(self, **more: Any) -> Fetcher:
-        return Fetcher(self.b.cache, settings=self.settings, sidecar=self.sidecars[1], **more)
+        options = {"settings": self.settings, "sidecar": self.sidecars[1], **more}
+        return Fetcher(self.b.cache, **options)
+
+    def impatient(self, idle_s: float = 0.5) -> Fetched:
+        """A fetch that is expected to wait in vain."""
+        settings = TransferSettings(**{**_fields(self.settings), "idle_s": idle_s})
+        fetcher = self._fetcher(settings=settings)
+        return fetcher.fetch(self.peer, KEY, RECORD, TOKENS)
 
     def wrapped(self, wrap: Callable[[Transport], Transport]) -> None:
         self.fetcher = self._fetcher(wrap=wrap)
@@ -228,8 +236,7 @@ def test_an_owner_that_died_before_it_was_read(pair: Pair, monkeypatch: pytest.M
         return reply
 
     monkeypatch.setattr(pair.exporter, "_locate", locate)
-    got = pair.fetch()
-    assert got.outcome in ("disconnect", "timeout")
+    assert pair.impatient(5.0).outcome in ("disconnect", "timeout")
     pair.nothing_held()
     pair.sidecars[1].restart()  # what it may still write to comes back with its end
     until(lambda: not pair.b.cache.memory._quarantined)
@@ -263,7 +270,7 @@ def test_what_an_owner_that_stalled_writes_late_goes_into_quarantine(pair: Pair)
     memory.slab.array[:] = 0
     stop, go = _stopper(pair, owner)
     stop()
-    assert pair.fetch().outcome == "timeout"
+    assert pair.impatient().outcome == "timeout"
     pair.nothing_held()
     held = sorted(memory._quarantined)
     assert held and memory.slab.num_free == 400 - len(held)
@@ -294,7 +301,7 @@ def test_a_full_quarantine_starts_the_sidecar_anew(tmp_path: Path) -> None:
     try:
         pair.fault("stall")
         reader = pair.sidecars[1]
-        assert pair.fetch().outcome == "timeout"  # eight slots of sixty are above the cap
+        assert pair.impatient().outcome == "timeout"  # eight slots of sixty are above the cap
         until(lambda: not pair.b.cache.memory._quarantined)
         assert reader.counters.get("restarts") == 1 or reader.export is None
         pair.fault("stall", on=False)
@@ -304,11 +311,23 @@ def test_a_full_quarantine_starts_the_sidecar_anew(tmp_path: Path) -> None:
 
 
 def test_a_sidecar_that_answers_nothing_is_ended(fake: Pair) -> None:
-    stalled = fake.sidecars[1].counters.get("stalled")
+    reader = fake.sidecars[1]
+    stalled = reader.counters.get("stalled")
+    reader.settings = TransferSettings(**{**_fields(SETTINGS), "sidecar_answer_s": 1.0})
+    reader.restart()
     fake.fault("deaf")
-    assert fake.fetch().outcome in ("timeout", "disconnect")
-    until(lambda: fake.sidecars[1].counters.get("stalled") > stalled)
+
+    def ended() -> bool:
+        reader.wait_ready(PATIENCE_S)
+        fake.fetcher._backoff.clear()
+        fake.b.cache.memory.evict(400)
+        return fake.fetch().outcome == "disconnect"
+
+    until(ended)  # or it was ended before the fetch, which then went over TCP
+    assert reader.counters.get("stalled") > stalled
+    reader.settings = SETTINGS
     fake.fault("deaf", on=False)
+    reader.restart()
     until(lambda: not fake.b.cache.memory._quarantined)
     fake.hit()
 
