@@ -16,6 +16,7 @@ into DEEPDRAFT_TRIALS. The GPU must be idle otherwise.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import threading
@@ -46,11 +47,18 @@ from deepdraft.kernels.native import (  # noqa: E402
 from deepdraft.kernels.native.fragments import Streamed, StreamPlan  # noqa: E402
 
 Names = frozenset[str]
-ALONE = ("bulk", "cyclic", "shared", "shared+early", "joined", "ahead", "query")
+ALONE = ("bulk", "even", "cyclic", "shared", "shared+early", "joined", "ahead", "query")
 """Tried alone; `early` is of use only where nothing else waits for multiprocessors."""
-SAME_BITS = frozenset({"bulk", "cyclic", "early", "ahead", "query", "lanes"})
+SAME_BITS = frozenset({"bulk", "even", "cyclic", "early", "ahead", "query", "lanes"})
 """Forms that promise the usual bits; the others sum in another order or take other exponentials."""
 ROWS = ((6, 22), (1, 6), (2, 11), (4, 18), (8, 25))
+DENSE = {
+    (1792, 5120): (stream.FP8_ROWS, 0), (32768, 1280): (stream.FP8_ROWS, 0),
+    (36864, 1280): (stream.FP8_ROWS, 0), (8192, 4096): (stream.BF16_ROWS, 2),
+    (5120, 8192): (stream.FP8_ROWS, 0), (4608, 5120): (stream.FP8_ROWS, 0),
+    (5120, 2304): (stream.FP8_ROWS, 0),
+}  # fmt: skip
+"""A layer's dense products (rows, columns): how their rows lie, what comes out."""
 LEAST_GAIN = 0.997
 """A form is kept where the step takes at most so much of its time without it."""
 
@@ -101,18 +109,19 @@ def wanted() -> list[tuple[str, dict[str, int]]]:
     def add(file: str, made: dict[str, int]) -> None:
         found[repr((file, sorted(made.items())))] = file, made
 
-    for names in ((), ("bulk",), ("cyclic",), ("bulk", "cyclic")):
+    some = ("bulk", "cyclic", "even")
+    for names in (n for count in range(4) for n in itertools.combinations(some, count)):
         with trials.using(*names):
+            for (kind, rows, cols), plan in plans.MEASURED.items():
+                if kind == "dense" and (rows, cols) in DENSE and "cyclic" not in names:
+                    plan = plans.BULK.get((kind, rows, cols), plan) if "bulk" in names else plan
+                    own, output = DENSE[rows, cols]
+                    add("stream.cu", stream.macros(own, StreamPlan(*plan), output))
             table = {**plans.MEASURED, **(plans.BULK if "bulk" in names else {})}
             up, down = table["expert", 4608, 5120], table["expert", 5120, 2304]
             for kind, plan in ((stream.UP, up), (stream.DOWN, down)):
                 for shared in (False, True):
                     add("stream.cu", stream.macros(kind, StreamPlan(*plan), 0, shared=shared))
-    for rows, cols in ((1792, 5120), (4608, 5120), (5120, 8192)):
-        plan = StreamPlan(*plans.BULK["dense", rows, cols])
-        add("stream.cu", stream.macros(stream.FP8_ROWS, plan, 0))
-    plan = StreamPlan(*plans.BULK["dense", 8192, 4096])
-    add("stream.cu", stream.macros(stream.BF16_ROWS, plan, 2))
     for ahead in (0, 1):
         for chunks in (0, 2, 3, 10):
             add("attend.cu", attend.macros(32, attend.HEADS, chunks, ahead))

@@ -65,12 +65,17 @@ def same(a, b):
 
 @needs_machine
 @on_cpu
-def test_units_in_turn_give_the_same_bits():
+def test_other_shares_give_the_same_bits():
     case = Case(SHAPES[0])
     want = case.run(shared=False)
-    for name in ("cyclic", "lanes"):
-        with trials.using(name):
-            assert same(case.run(shared=False), want), name
+    with trials.using("cyclic", "even", "lanes"):  # up in turn, down evenly
+        assert same(case.run(shared=False), want)
+    values, scales = usual.dense_weight(128, 1024)
+    w = fragments.stream_fp8(values, scales, fragments.StreamPlan(1, 1, 8, 1, 4, 2))
+    rows = gemv.quantize_rows(rows_of(8, 1024, seed=2))
+    want = gemv.gemv(rows, w)
+    with trials.using("even", "lanes"):
+        assert same(gemv.gemv(rows, w), want)
 
 
 @pytest.mark.parametrize("fold", [0, 1])

@@ -24,6 +24,8 @@
 //   CYCLIC      experts up: units are given to the blocks in turn, not a run of them to each
 //   SHARED      experts: 2, the shared expert's halves come first, as if they were two experts more;
 //               up: its rows and weights need no list, so it begins before the router has ended
+//   EVEN        the blocks that have one task more are the first ones, so that a multiprocessor, which
+//               has one of the first half of the blocks and one of the second, has few of them
 //   EVERY_LANE  every lane arrives at the barriers of the sums, as racecheck follows it (the same bits)
 //   SHARED_BYTES  of dynamic shared memory
 //
@@ -36,6 +38,9 @@
 #endif
 #ifndef SHARED
 #define SHARED 0
+#endif
+#ifndef EVEN
+#define EVEN 0
 #endif
 #ifndef EVERY_LANE
 #define EVERY_LANE 0
@@ -308,8 +313,14 @@ stream_kernel(const __grid_constant__ Params p) {
     Task k = {(int)blockIdx.x / sets, (int)blockIdx.x % sets};
 #else
     const int tasks = (FP4 ? SHARED + sh.count : SPLIT) * sets;
+#if EVEN
+    const int each = tasks / (int)gridDim.x, longer = tasks % (int)gridDim.x, block = blockIdx.x;
+    const int first_task = block * each + min(block, longer);
+    const int end_task = first_task + each + (block < longer ? 1 : 0);
+#else
     const int first_task = (int)((u64)tasks * blockIdx.x / gridDim.x);
     const int end_task = (int)((u64)tasks * (blockIdx.x + 1) / gridDim.x);
+#endif
     Task k = {first_task / sets, first_task % sets};
 #endif
     // Up with the shared expert: how many tasks there are is known with the list. Called before a

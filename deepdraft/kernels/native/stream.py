@@ -104,10 +104,12 @@ def available(device: torch.device) -> bool:
 def macros(kind: int, plan: StreamPlan, output: int, *, shared: bool = False) -> dict[str, int]:
     """Macros of one variant of stream.cu. `shared`: the shared expert is in the grid."""
     more = {"BULK": 1} if plan.bulk else {}
-    if kind == UP and (shared or trials.on("cyclic")):
-        more["CYCLIC"] = 1
     if shared:
         more["SHARED"] = 2
+    if kind == UP and (shared or trials.on("cyclic")):
+        more["CYCLIC"] = 1
+    elif trials.on("even"):
+        more["EVEN"] = 1
     if trials.on("lanes"):
         more["EVERY_LANE"] = 1
     return {

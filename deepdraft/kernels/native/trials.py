@@ -15,6 +15,7 @@ from deepdraft.errors import ConfigError
 SETTING = "DEEPDRAFT_TRIALS"
 NAMES = {
     "shared": "the shared expert in the grid of the routed ones (read at load, too)",
+    "even": "blocks with one task more are the first ones",
     "cyclic": "experts up: units are given to the blocks in turn",
     "joined": "attention's chunks are combined by the block that arrives last",
     "early": "the router lets the experts start when it has its rows",
