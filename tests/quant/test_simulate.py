@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepdraft.quant.simulate import (
     fake_fp4_e4m3_group16,
     fake_fp8_group32,
+    fake_fp8_groups,
     fake_mxfp4_group32,
 )
 from tests.quant.grids import E2M1_POSITIVE, E4M3_POSITIVE, ceil_power, nearest
@@ -165,3 +166,24 @@ def test_few_operators_and_no_branch_on_values(quantiser, most):
     assert count.calls <= most
     with FakeTensorMode() as mode:  # has no values: reading one raises
         assert quantiser(mode.from_tensor(x)).shape == x.shape
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [32, 48, 128])
+def test_fp8_in_groups_of_any_size(size, dtype):
+    """Powers of two as above, the last group cut; any scale against torch's own cast."""
+    x = samples(dtype)
+    if size == 32:
+        expected = power_of_two_reference(x, 1e-4, 448, E4M3_POSITIVE)
+        assert torch.equal(fake_fp8_groups(x, size, powers=True).double(), expected)
+    for part, got in zip(
+        x.split(size, -1), fake_fp8_groups(x, size, powers=False).split(size, -1), strict=True
+    ):
+        scale = part.abs().amax(-1, keepdim=True).clamp_min(1e-4) / 448
+        codes = (part / scale).float().to(torch.float8_e4m3fn).to(dtype)
+        assert torch.allclose(
+            got, codes * scale, rtol=2**-4 if dtype == torch.float64 else 0, atol=0
+        )
+    for rows in (1, 5, 24):
+        whole = fake_fp8_groups(x, size, powers=True)
+        assert torch.equal(fake_fp8_groups(x[:rows], size, powers=True), whole[:rows])
