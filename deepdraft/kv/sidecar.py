@@ -44,6 +44,12 @@ MAX_BACKOFF_S = 60.0
 _MAX_LINE = 1 << 20
 
 
+def inherited() -> dict[str, str]:
+    """Variables that a sidecar gets: what its libraries read, and none of our secrets."""
+    names, prefixes = ("PATH", "LD_LIBRARY_PATH", "HOME", "TMPDIR"), ("UCX_", "NIXL_", "CUDA_")
+    return {k: v for k, v in os.environ.items() if k in names or k.startswith(prefixes)}
+
+
 @dataclass(frozen=True, slots=True)
 class Export:
     """One incarnation: its name, what peers' agents need to reach it, where the slab begins."""
@@ -107,7 +113,8 @@ class Sidecar:
         program: Path = PROGRAM,
         environ: dict[str, str] | None = None,
     ) -> None:
-        """`python`: of an environment with NIXL. Raises ConfigError where this cannot work."""
+        """`python`: of an environment with NIXL; `environ`: its variables, by default those of
+        `inherited`. Raises ConfigError where this cannot work."""
         if slab.file is None:
             raise ConfigError("a KV sidecar needs memory that processes can share (memfd, Linux)")
         if not os.access(python, os.X_OK):
@@ -117,7 +124,8 @@ class Sidecar:
             )
         self.slab, self.settings = slab, settings or TransferSettings()
         self.counters = Counters()
-        self._command, self._environ = [str(python), "-I", str(program)], environ
+        self._command = [str(python), "-I", str(program)]
+        self._environ = inherited() if environ is None else environ
         self._name = f"{name}-{uuid.uuid4().hex[:12]}"
         self._incarnations, self._numbers = itertools.count(1), itertools.count(1)
         self._tickets: dict[int, Ticket] = {}

@@ -18,7 +18,7 @@ from deepdraft.kv import wire
 from deepdraft.kv.directory import Record
 from deepdraft.kv.fetch import Fetched, Fetcher, Peer
 from deepdraft.kv.settings import TransferSettings
-from deepdraft.kv.sidecar import PROGRAM, Sidecar
+from deepdraft.kv.sidecar import PROGRAM, Sidecar, inherited
 from deepdraft.kv.slab import Slab
 from deepdraft.kv.transfer import Exporter
 from deepdraft.kv.transport import Feed, Piece, Transport
@@ -473,6 +473,14 @@ def test_what_a_sidecar_needs() -> None:
         Sidecar(slab, "/nowhere/python", name="x")
     with pytest.raises(ConfigError, match="memfd"):
         Sidecar(Slab(slot_bytes=4096, num_slots=4), sys.executable, name="x")
+
+
+def test_a_sidecar_gets_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPDRAFT_KV_DIRECTORY", "redis://:secret@x")
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    there = inherited()
+    assert there["UCX_TLS"] == "tcp" and "secret" not in str(there)
+    assert set(there) < set(os.environ)
 
 
 def test_the_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
