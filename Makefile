@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 HOST ?= 127.0.0.1
 PORT ?= 8000
 
-.PHONY: setup setup-test serve test test-full test-clients test-triton test-vllm test-lmdeploy check clean constraints
+.PHONY: setup setup-test serve test test-full test-clients test-triton test-vllm test-lmdeploy test-fleet check clean constraints
 
 # A torch in 2.11..2.14 that is already there is kept; otherwise the CPU-sized pin goes in first, so
 # that no later requirement pulls in a CUDA build of several GB.
@@ -69,6 +69,18 @@ test-vllm: setup-test
 test-lmdeploy: setup-test
 	OMP_NUM_THREADS=1 $(BIN)/python bench/lmdeploy_record.py --out bench/results/g-lmdeploy.json
 	$(BIN)/deepdraft env record lmdeploy 'make test-lmdeploy'
+
+# Ray Serve (350 MB) in an environment of its own that sees the test environment's packages.
+FLEET := build/fleet
+PURELIB := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
+$(FLEET)/.installed: $(VENV)/.test
+	$(BIN)/python -m venv $(FLEET)
+	echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" > $$($(FLEET)/bin/python $(PURELIB))/deepdraft.pth
+	$(FLEET)/bin/pip install --quiet -c constraints.txt 'ray[serve]==2.60.*'
+	@touch $@
+
+test-fleet: $(FLEET)/.installed
+	OMP_NUM_THREADS=1 $(FLEET)/bin/python -m pytest -q -p no:randomly tests/fleet
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

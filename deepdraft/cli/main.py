@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "tiny": ("deepdraft.cli.proof", "tiny", "Write a tiny checkpoint with random weights."),
     "selftest": ("deepdraft.cli.tools", "selftest", "Check this machine's arithmetic."),
     "kv": ("deepdraft.cli.kv", "kv", "A fleet's files, stored conversations, counters."),
+    "fleet": ("deepdraft.cli.fleet", "fleet", "Run replicas of a server on Ray Serve."),
     "env": ("deepdraft.cli.adapters", "env", "Environments of other engines."),
     "export": ("deepdraft.cli.adapters", "export", "Write a repository for another server."),
     "triton": ("deepdraft.cli.adapters", "triton", "Run the bundled Triton server."),

@@ -310,7 +310,7 @@ class RedisDirectory:
             from redis.backoff import NoBackoff
         except ImportError:
             raise ConfigError(
-                "a KV directory in Redis needs the package redis: pip install 'deepdraft[fleet]'"
+                "a KV directory in Redis needs the package redis: pip install 'deepdraft[kv]'"
             ) from None
         settings = settings or DirectorySettings()
         try:

@@ -66,7 +66,7 @@ def init_fleet(directory: Path, nodes: Sequence[str], hosts: Sequence[str] = ())
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError:
         raise ConfigError(
-            "certificates need the package cryptography: pip install 'deepdraft[fleet]'"
+            "certificates need the package cryptography: pip install 'deepdraft[kv]'"
         ) from None
     for name in nodes:
         if not _NAME.fullmatch(name) or name.startswith("."):

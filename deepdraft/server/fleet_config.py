@@ -1,0 +1,182 @@
+"""The file that describes a fleet: which model, how many replicas, on which Ray.
+
+Owns: the tables `replicas` and `ray`, what of `engine`, `server` and `fleet` a fleet cannot have.
+Knows nothing of: Ray itself. Everything here is checked before Ray is imported.
+"""
+
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from deepdraft.config import (
+    Config,
+    build_settings,
+    load_config,
+    memory_of_machine,
+    read_settings,
+)
+from deepdraft.errors import ConfigError
+
+_TABLES = ("engine", "server", "fleet", "replicas", "ray")
+_STATE_SHARE = 4
+"""Sequences take this part of the machine's memory, as in `serve`; here all replicas together."""
+
+
+def _require(ok: bool, name: str, value: object, rule: str) -> None:
+    if not ok:
+        raise ConfigError(f"{name} must be {rule}, got {value!r}")
+
+
+def _is_number(value: object, least: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= least
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and _is_number(value, least)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicas:
+    """How many engines there are, and what each of them gets."""
+
+    count: int = 2
+    cpus: float = 1.0
+    """CPUs that Ray sets aside for each."""
+    gpus: int = 0
+    """GPUs of each: 0 or 1."""
+    selftest: bool = True
+    """Whether each runs `deepdraft selftest` before it is ready."""
+    hang_s: float = 60.0
+    """Seconds that requests may wait for an engine that makes no step, until it is replaced."""
+    look_s: float = 2.0
+    """Seconds between two looks at a replica; the third bad one in a row has it replaced."""
+
+    def __post_init__(self) -> None:
+        _require(_is_count(self.count, 1), "replicas.count", self.count, "an integer >= 1")
+        _require(_is_number(self.cpus, 0.01), "replicas.cpus", self.cpus, "a number >= 0.01")
+        ok = _is_count(self.gpus, 0) and self.gpus < 2
+        rule = "0 or 1 (a model over several GPUs, engine.tp, is served by `deepdraft serve` alone)"
+        _require(ok, "replicas.gpus", self.gpus, rule)
+        ok = isinstance(self.selftest, bool)
+        _require(ok, "replicas.selftest", self.selftest, "true or false")
+        for name in ("hang_s", "look_s"):
+            value = getattr(self, name)
+            _require(_is_number(value, 0.1), f"replicas.{name}", value, "a number >= 0.1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayConfig:
+    """Which Ray the fleet lives on."""
+
+    address: str | None = None
+    """host:port of a Ray that runs; None: one is started on this machine, on loopback."""
+    cpus: int | None = None
+    """CPUs that the started Ray may give away; None: the machine's."""
+    directory: str | None = None
+    """Where the started Ray keeps its logs; None: a temporary one, kept only after a failure."""
+    start_s: float = 900.0
+    """Seconds until all replicas must be ready."""
+
+    def __post_init__(self) -> None:
+        ok = self.address is None or (
+            isinstance(self.address, str)
+            and re.fullmatch(r"[\w.\[\]:-]+:\d{1,5}", self.address) is not None
+        )
+        _require(ok, "ray.address", self.address, "host:port, or absent")
+        ok = self.cpus is None or _is_count(self.cpus, 1)
+        _require(ok, "ray.cpus", self.cpus, "an integer >= 1, or absent")
+        ok = self.directory is None or (
+            isinstance(self.directory, str) and 0 < len(self.directory) <= 40
+        )
+        rule = "a directory whose path has at most 40 characters (sockets lie in it), or absent"
+        _require(ok, "ray.directory", self.directory, rule)
+        _require(_is_number(self.start_s, 1), "ray.start_s", self.start_s, "a number >= 1")
+        for name in ("cpus", "directory"):
+            ok = self.address is None or getattr(self, name) is None
+            _require(ok, f"ray.{name}", getattr(self, name), "absent with ray.address")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetFile:
+    """A fleet, as its file describes it."""
+
+    name: str = "deepdraft"
+    """Of the application on Ray, and of `status`, `drain` and `down`."""
+    model: str | None = None
+    """A checkpoint directory, the same path on every node; None: the bundled model."""
+    config: Config = field(default_factory=Config)
+    """What each replica is told, as `deepdraft serve` would be."""
+    replicas: Replicas = field(default_factory=Replicas)
+    ray: RayConfig = field(default_factory=RayConfig)
+
+    def __post_init__(self) -> None:
+        ok = isinstance(self.name, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,40}", self.name)
+        _require(bool(ok), "name", self.name, "1 to 40 letters, digits, _ or -")
+        ok = self.model is None or (isinstance(self.model, str) and bool(self.model))
+        _require(ok, "model", self.model, "a checkpoint directory, or absent")
+        engine, server, fleet = self.config.engine, self.config.server, self.config.fleet
+        _require(server.port > 0, "server.port", server.port, "a port of its own in a fleet")
+        _require(engine.tp == 1, "engine.tp", engine.tp, "1 in a fleet")
+        on_gpu = engine.device == "cuda"
+        _require(
+            on_gpu == bool(self.replicas.gpus),
+            "replicas.gpus",
+            self.replicas.gpus,
+            f'{int(on_gpu)} with engine.device = "{engine.device}"',
+        )
+        _require(
+            engine.kv_spill is None,
+            "engine.kv_spill",
+            engine.kv_spill,
+            "absent in a fleet: replicas of one machine cannot share the directory",
+        )
+        if fleet.directory is not None:
+            _require(
+                fleet.address()[1] == 0,
+                "fleet.listen",
+                fleet.listen,
+                "host:0 in a fleet: each replica takes a free port",
+            )
+
+    @property
+    def url(self) -> str:
+        """Where clients connect to on this machine."""
+        server = self.config.server
+        host = "127.0.0.1" if server.host in ("0.0.0.0", "::") else server.host
+        scheme = "http" if server.tls_cert is None else "https"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{server.port}"
+
+    def of_replica(self, label: str) -> Config:
+        """The settings of one replica, in its own process.
+
+        `label` is its name in the directory of conversations, unless the file or certificates say
+        it; its sequences take their share of the machine's memory.
+        """
+        config, count = self.config, self.replicas.count
+        engine, fleet = config.engine, config.fleet
+        if engine.state_memory == "auto":
+            share = memory_of_machine() // _STATE_SHARE // count
+            engine = replace(engine, state_memory=share)
+        if fleet.files is None and fleet.name is None:
+            fleet = replace(fleet, name=label)
+        return replace(config, engine=engine, fleet=fleet)
+
+
+def load_fleet_file(file: str | Path) -> FleetFile:
+    """Reads and checks a fleet's TOML file. Raises ConfigError, which names the setting."""
+    tables = read_settings(file)
+    for name in tables:
+        if name not in (*_TABLES, "name", "model"):
+            known = ", ".join(f"[{table}]" for table in _TABLES)
+            raise ConfigError(f"unknown entry {name} in {file}; known: name, model, {known}")
+    for name in _TABLES:
+        table = tables.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{name} in {file} must be a table, got {table!r}")
+    config = load_config(engine=tables["engine"], server=tables["server"], fleet=tables["fleet"])
+    return FleetFile(
+        **{name: tables[name] for name in ("name", "model") if name in tables},
+        config=config,
+        replicas=build_settings(Replicas, "replicas", tables["replicas"]),
+        ray=build_settings(RayConfig, "ray", tables["ray"]),
+    )

@@ -1,0 +1,388 @@
+"""A fleet on Ray Serve: started, looked at, ended.
+
+Owns: every call of Ray, the Ray that a fleet starts for itself, the file that says where it runs.
+Knows nothing of: engines, HTTP. Ray (extra `fleet`) is imported by the first function that needs
+it.
+"""
+
+import contextlib
+import importlib
+import importlib.metadata
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+from deepdraft import __version__
+from deepdraft.errors import ConfigError, EngineError
+from deepdraft.server.fleet_config import FleetFile
+from deepdraft.server.fleet_replica import Replica
+from deepdraft.telemetry import logger
+
+RAY_SERIES = "2.60"
+"""What this was tried with; Ray Serve changes between its minor versions."""
+INSTALL = f"pip install 'ray[serve]=={RAY_SERIES}.*'"
+DEPLOYMENT = "Replica"
+_STORE_BYTES = 100 << 20
+"""Ray's own object store, which a fleet hardly uses."""
+_LOOK_S = 0.5
+_STARTS = 3
+"""A replica that fails so often before it was ever ready ends the start of the fleet."""
+_LAST_S = 15.0
+"""Seconds beyond the grace period that an application may take to go."""
+_FAILED = "DEPLOY_FAILED"
+Say = Callable[[str], None]
+
+
+def check_ray() -> None:
+    """Raises ConfigError where Ray is missing or of another version than this was tried with."""
+    try:
+        found = importlib.metadata.version("ray")
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(f"a fleet needs Ray, which is not installed: {INSTALL}") from None
+    if not found.startswith(f"{RAY_SERIES}."):
+        raise ConfigError(f"a fleet needs Ray {RAY_SERIES}, {found} is installed: {INSTALL}")
+
+
+def check_this_machine(fleet: FleetFile) -> None:
+    """What can be told before a Ray of our own starts. Raises ConfigError."""
+    server, replicas = fleet.config.server, fleet.replicas
+    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((server.host, server.port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {server.host}:{server.port} ({error.strerror}): choose another "
+                "server.port, or end what listens there"
+            ) from error
+    cpus = fleet.ray.cpus or os.cpu_count() or 1
+    wanted = replicas.count * replicas.cpus
+    if wanted > cpus:
+        raise ConfigError(
+            f"{replicas.count} replicas of {replicas.cpus:g} CPUs need {wanted:g}, there are "
+            f"{cpus}: lower replicas.count or replicas.cpus, or raise ray.cpus"
+        )
+
+
+def check_nodes(nodes: list[dict[str, Any]], fleet: FleetFile) -> None:
+    """Whether the replicas fit on the nodes of a Ray (`ray.nodes()`). Raises ConfigError."""
+    replicas = fleet.replicas
+    alive = [n.get("Resources", {}) for n in nodes if n.get("Alive")]
+    room = 0
+    for node in alive:
+        most = node.get("CPU", 0.0) // replicas.cpus
+        if replicas.gpus:
+            most = min(most, node.get("GPU", 0.0) // replicas.gpus)
+        room += int(most)
+    if room < replicas.count:
+        cpus, gpus = (sum(n.get(kind, 0.0) for n in alive) for kind in ("CPU", "GPU"))
+        raise ConfigError(
+            f"{replicas.count} replicas of {replicas.cpus:g} CPUs and {replicas.gpus} GPUs each do "
+            f"not fit: Ray has {cpus:g} CPUs and {gpus:g} GPUs on {len(alive)} nodes, room for "
+            f"{room}"
+        )
+
+
+def state_file(name: str) -> Path:
+    """Where `up` leaves the address of the Ray it started."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "deepdraft" / f"fleet-{name}.json"
+
+
+def token_file(name: str) -> Path:
+    """What lets a process of this user talk to that Ray."""
+    return state_file(name).with_suffix(".token")
+
+
+def options_of(fleet: FleetFile) -> dict[str, Any]:
+    """The options of the deployment in Ray Serve's terms."""
+    replicas, engine = fleet.replicas, fleet.config.engine
+    return {
+        "name": DEPLOYMENT,
+        "num_replicas": replicas.count,
+        "ray_actor_options": {"num_cpus": replicas.cpus, "num_gpus": replicas.gpus},
+        # The engine has a queue of its own, which knows tenants and priorities.
+        "max_ongoing_requests": engine.max_running + engine.max_queue,
+        "max_constructor_retry_count": _STARTS,
+        "health_check_period_s": replicas.look_s,
+        "health_check_timeout_s": max(replicas.look_s, 10.0),
+        "graceful_shutdown_timeout_s": fleet.config.server.drain_s,
+        "graceful_shutdown_wait_loop_s": _LOOK_S,
+    }
+
+
+def http_options(fleet: FleetFile) -> dict[str, Any]:
+    """Ray Serve's proxy, as the server's settings say."""
+    server = fleet.config.server
+    options: dict[str, Any] = {"host": server.host, "port": server.port}
+    if server.tls_cert is not None:
+        options |= {"ssl_certfile": server.tls_cert, "ssl_keyfile": server.tls_key}
+    return options
+
+
+def up(fleet: FleetFile, say: Say) -> None:
+    """Starts the fleet, and returns when all replicas are ready on a Ray that runs already. On one
+    of its own it stays until SIGINT, SIGTERM, or until `drain` or `down` has ended the fleet.
+
+    Raises ConfigError for what is missing, EngineError where a replica does not become ready.
+    """
+    check_ray()
+    if fleet.ray.address is not None:
+        with _connected(fleet) as ray:
+            _deploy(ray, fleet, threading.Event(), say)
+        return
+    check_this_machine(fleet)
+    with _own_ray(fleet, say) as ray, _stops() as stop:
+        _deploy(ray, fleet, stop, say)
+        while not stop.wait(_LOOK_S):
+            if _application(fleet.name) is None:
+                say("the fleet was ended")
+                return
+        say(f"running requests get {fleet.config.server.drain_s:g} s to finish")
+        _end(fleet)
+
+
+def status(fleet: FleetFile) -> dict[str, Any]:
+    """State of the application and how many replicas are in which state. Raises ConfigError."""
+    check_ray()
+    with _connected(fleet):
+        found = _application(fleet.name)
+        if found is None:
+            raise ConfigError(f"no fleet {fleet.name} runs there: deepdraft fleet up CONFIG")
+        deployment = found.deployments.get(DEPLOYMENT)
+        states = {} if deployment is None else dict(deployment.replica_states)
+        message = found.message or ("" if deployment is None else deployment.message)
+        return {
+            "name": fleet.name,
+            "url": fleet.url,
+            "state": str(found.status.value),
+            "replicas": {"wanted": fleet.replicas.count, **{k: int(v) for k, v in states.items()}},
+            "message": message,
+        }
+
+
+def drain(fleet: FleetFile) -> None:
+    """Ends the fleet: no new request, those at hand get `server.drain_s`. Raises ConfigError."""
+    check_ray()
+    with _connected(fleet):
+        _end(fleet)
+
+
+def down(fleet: FleetFile) -> None:
+    """Ends the fleet at once, with what it is doing. Raises ConfigError."""
+    check_ray()
+    with _connected(fleet) as ray:
+        serve = _serve()
+        serve.delete(fleet.name, _blocking=False)
+        for name in _actors(fleet.name):
+            with contextlib.suppress(ValueError):  # it has gone
+                ray.kill(ray.get_actor(name, namespace="serve"))
+        _wait_gone(fleet, _LAST_S)
+
+
+def address_of(fleet: FleetFile) -> str:
+    """The Ray on which the fleet runs. Raises ConfigError where there is none."""
+    if fleet.ray.address is not None:
+        return fleet.ray.address
+    file = state_file(fleet.name)
+    try:
+        state = json.loads(file.read_text())
+        os.kill(int(state["pid"]), 0)
+        return str(state["address"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(
+            f"no fleet {fleet.name} was started on this machine by this user: "
+            "deepdraft fleet up CONFIG"
+        ) from None
+
+
+def _serve() -> Any:
+    try:
+        return importlib.import_module("ray.serve")
+    except ImportError as error:
+        raise ConfigError(f"Ray is here without Ray Serve ({error}): {INSTALL}") from error
+
+
+def _settle_environment(token: Path) -> None:
+    """What Ray reads when it is imported. Its processes listen on all interfaces whatever they are
+    told, so that strangers are kept out by a token: ours, unless the user has settled it."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # A replica whose engine is dead or hangs has nothing to finish.
+    os.environ.setdefault("RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS", "1")
+    if "RAY_AUTH_MODE" not in os.environ and token.is_file():
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
+
+
+@contextlib.contextmanager
+def _connected(fleet: FleetFile) -> Generator[Any]:
+    address = address_of(fleet)
+    if fleet.ray.address is None:
+        _settle_environment(token_file(fleet.name))
+    ray: Any = importlib.import_module("ray")
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="warning")
+    except Exception as error:  # Ray has a class for each way that this can fail
+        raise ConfigError(
+            f"no Ray answers at {address}: {type(error).__name__}: {str(error)[:500]}"
+        ) from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def _own_ray(fleet: FleetFile, say: Say) -> Generator[Any]:
+    """A Ray whose processes end with this one, also when this one is killed."""
+    if _runs_already(fleet):
+        raise ConfigError(f"a fleet {fleet.name} runs already: deepdraft fleet down CONFIG")
+    file, token = state_file(fleet.name), token_file(fleet.name)
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    token.unlink(missing_ok=True)
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    _settle_environment(token)
+    ray: Any = importlib.import_module("ray")
+    kept = fleet.ray.directory
+    directory = kept or tempfile.mkdtemp(prefix="ddfleet-")
+    whole = False
+    try:
+        ray.init(
+            num_cpus=fleet.ray.cpus,
+            include_dashboard=False,
+            object_store_memory=_STORE_BYTES,
+            log_to_driver=False,
+            logging_level="warning",
+            _temp_dir=directory,
+        )
+        address = ray.get_runtime_context().gcs_address
+        file.write_text(json.dumps({"pid": os.getpid(), "address": address, "url": fleet.url}))
+        yield ray
+        whole = True
+    finally:
+        file.unlink(missing_ok=True)
+        ray.shutdown()
+        token.unlink(missing_ok=True)
+        if whole and kept is None:
+            shutil.rmtree(directory, ignore_errors=True)
+        elif not whole:
+            say(f"logs of Ray and of the replicas: {directory}/session_latest/logs")
+
+
+def _runs_already(fleet: FleetFile) -> bool:
+    try:
+        address_of(fleet)
+    except ConfigError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _stops() -> Generator[threading.Event]:
+    """An event that SIGINT and SIGTERM set."""
+    stop = threading.Event()
+    old = {n: signal.signal(n, lambda *_: stop.set()) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _deploy(ray: Any, fleet: FleetFile, stop: threading.Event, say: Say) -> None:
+    check_nodes(ray.nodes(), fleet)
+    serve = _serve()
+    if _application(fleet.name) is not None:
+        raise ConfigError(f"a fleet {fleet.name} runs there already: deepdraft fleet down CONFIG")
+    _say_directory(fleet, say)
+    begin = time.monotonic()
+    serve.start(proxy_location="EveryNode", http_options=http_options(fleet))
+    deployment = serve.deployment(**options_of(fleet))(serve.ingress()(Replica))
+    target = serve.RunTarget(
+        target=deployment.bind(fleet, __version__), name=fleet.name, route_prefix="/"
+    )
+    serve.run_many([target], wait_for_applications_running=False)
+    while not stop.is_set():
+        found = _application(fleet.name)
+        state = "NOT_STARTED" if found is None else str(found.status.value)
+        if state == "RUNNING":
+            say(
+                f"{fleet.replicas.count} replicas are ready at {fleet.url} "
+                f"after {time.monotonic() - begin:.0f} s"
+            )
+            return
+        late = time.monotonic() - begin > fleet.ray.start_s
+        if state == _FAILED or late:
+            why = "" if found is None else _why(found)
+            serve.delete(fleet.name, _blocking=False)
+            cause = f"within ray.start_s = {fleet.ray.start_s:g} s" if late else "at all"
+            raise EngineError(f"a replica does not become ready {cause}: {why}")
+        stop.wait(_LOOK_S)
+
+
+def _why(application: Any) -> str:
+    """Ray's words about a failed start, the end of them: there the error itself stands."""
+    texts = [application.message, *(d.message for d in application.deployments.values())]
+    text = str(max((t for t in texts if t), key=len, default="Ray does not say why"))
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return " / ".join(line.strip() for line in lines[-3:])[-1500:]
+
+
+def _say_directory(fleet: FleetFile, say: Say) -> None:
+    """Says where nothing will be shared: replicas serve all the same, and compute."""
+    url = fleet.config.fleet.directory
+    if url is None:
+        if fleet.replicas.count > 1:
+            say("no fleet.directory: a turn on another replica than the last one is computed")
+        return
+    try:
+        redis: Any = importlib.import_module("redis")
+        with redis.Redis.from_url(url, socket_timeout=2, socket_connect_timeout=2) as client:
+            client.ping()
+    except ImportError as error:
+        raise ConfigError("fleet.directory needs the package redis: pip install redis") from error
+    except Exception as error:
+        # Without the address, which may hold a password.
+        logger.warning("the KV directory does not answer: %s", type(error).__name__)
+        say("the KV directory (fleet.directory) does not answer; nothing is shared until it does")
+
+
+def _application(name: str) -> Any:
+    """What Ray Serve says of the fleet; None where it has none. Raises EngineError."""
+    try:
+        return _serve().status().applications.get(name)
+    except Exception as error:
+        raise EngineError(f"Ray Serve does not answer any more: {type(error).__name__}") from error
+
+
+def _actors(name: str) -> list[str]:
+    ray: Any = importlib.import_module("ray")
+    every = ray.util.list_named_actors(all_namespaces=True)
+    begin = f"SERVE_REPLICA::{name}#"
+    return [a["name"] for a in every if a["namespace"] == "serve" and a["name"].startswith(begin)]
+
+
+def _end(fleet: FleetFile) -> None:
+    if _application(fleet.name) is None:
+        raise ConfigError(f"no fleet {fleet.name} runs there")
+    _serve().delete(fleet.name, _blocking=False)
+    _wait_gone(fleet, fleet.config.server.drain_s + _LAST_S)
+
+
+def _wait_gone(fleet: FleetFile, most_s: float) -> None:
+    limit = time.monotonic() + most_s
+    while _application(fleet.name) is not None:
+        if time.monotonic() > limit:
+            raise EngineError(f"the fleet {fleet.name} does not end: deepdraft fleet down CONFIG")
+        time.sleep(_LOOK_S)

@@ -1,0 +1,248 @@
+"""A fleet's file, what is missing on the machine, and when a replica is no longer healthy; without
+Ray."""
+
+import asyncio
+import importlib.metadata
+import socket
+from pathlib import Path
+
+import pytest
+
+from deepdraft import __version__
+from deepdraft.cli.main import main
+from deepdraft.errors import ConfigError, EngineError
+from deepdraft.server import fleet_ray, fleet_replica
+from deepdraft.server.fleet_config import FleetFile, load_fleet_file
+from deepdraft.server.fleet_replica import Replica, Watch, with_label
+
+
+def fleet_of(tmp_path: Path, text: str) -> FleetFile:
+    file = tmp_path / "fleet.toml"
+    file.write_text(text)
+    return load_fleet_file(file)
+
+
+def test_a_file_says_everything(tmp_path: Path) -> None:
+    fleet = fleet_of(
+        tmp_path,
+        """
+name = "books"
+model = "/models/v41"
+[engine]
+max_running = 4
+max_queue = 7
+[server]
+host = "0.0.0.0"
+port = 8123
+drain_s = 3.0
+[fleet]
+directory = "redis://127.0.0.1"
+[replicas]
+count = 3
+cpus = 0.5
+look_s = 1.5
+[ray]
+cpus = 4
+""",
+    )
+    assert (fleet.name, fleet.model, fleet.url) == ("books", "/models/v41", "http://127.0.0.1:8123")
+    options = fleet_ray.options_of(fleet)
+    assert options["num_replicas"] == 3
+    assert options["ray_actor_options"] == {"num_cpus": 0.5, "num_gpus": 0}
+    assert options["max_ongoing_requests"] == 11
+    assert options["graceful_shutdown_timeout_s"] == 3.0
+    assert options["health_check_period_s"] == 1.5
+    assert fleet_ray.http_options(fleet) == {"host": "0.0.0.0", "port": 8123}
+
+
+def test_replicas_have_names_of_their_own_and_share_the_memory(tmp_path: Path) -> None:
+    fleet = fleet_of(tmp_path, '[fleet]\ndirectory = "redis://127.0.0.1"\n[replicas]\ncount = 4')
+    one, other = fleet.of_replica("a"), fleet.of_replica("b")
+    assert (one.fleet.name, other.fleet.name) == ("a", "b")
+    alone = fleet_of(tmp_path, "[replicas]\ncount = 1").of_replica("a").engine.state_memory
+    assert isinstance(alone, int) and alone // 4 == one.engine.state_memory
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[replica]\ncount = 1", "unknown entry replica"),
+        ("[replicas]\ncuont = 1", "did you mean replicas.count"),
+        ("[engine]\nnumeric = 'exact'", "did you mean engine.numerics"),
+        ("[ray]\nadress = 'a:1'", "did you mean ray.address"),
+        ("replicas = 3", "replicas in .* must be a table"),
+        ("name = 'a b'", "name must be 1 to 40 letters"),
+        ("model = 3", "model must be"),
+        ("[replicas]\ncount = 0", "replicas.count must be an integer >= 1, got 0"),
+        ("[replicas]\ncount = true", "replicas.count must be"),
+        ("[replicas]\ncpus = 0", "replicas.cpus must be"),
+        ("[replicas]\ngpus = 8", "replicas.gpus must be 0 or 1"),
+        ("[replicas]\nselftest = 'no'", "replicas.selftest must be true or false"),
+        ("[replicas]\nhang_s = 0", "replicas.hang_s must be"),
+        ("[replicas]\ngpus = 1", 'replicas.gpus must be 0 with engine.device = "cpu"'),
+        ("[engine]\ndevice = 'cuda'\nnumerics = 'quant'", "replicas.gpus must be 1 with"),
+        ("[engine]\ntp = 2", "engine.tp must be 1 in a fleet"),
+        ("[engine]\nkv_spill = '/tmp/x'", "engine.kv_spill must be absent"),
+        ("[server]\nport = 0", "server.port must be a port of its own"),
+        (
+            "[fleet]\ndirectory = 'redis://a'\nlisten = '127.0.0.1:80'",
+            "fleet.listen must be host:0",
+        ),
+        ("[ray]\naddress = 'nowhere'", "ray.address must be host:port"),
+        ("[ray]\naddress = 'a:1'\ncpus = 2", "ray.cpus must be absent with ray.address"),
+        ("[ray]\nstart_s = 0", "ray.start_s must be"),
+        ("[replicas", "is not valid TOML"),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fleet_of(tmp_path, text)
+
+
+def test_a_missing_or_other_ray_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    file = tmp_path / "fleet.toml"
+    file.write_text("")
+    for found, message in ((missing, "not installed"), (lambda _: "2.9.3", "2.9.3 is installed")):
+        monkeypatch.setattr(fleet_ray.importlib.metadata, "version", found)
+        for command in ("up", "status", "drain", "down"):
+            assert main(["fleet", command, str(file)]) == 2
+            said = capsys.readouterr().err
+            assert message in said and "pip install 'ray[serve]==2.60.*'" in said
+
+
+def test_a_fleet_that_was_not_started_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    file = fleet_ray.state_file("deepdraft")
+    file.parent.mkdir(parents=True)
+    for text in (None, "{", '{"pid": 4194400, "address": "127.0.0.1:1"}'):  # no such process
+        if text is not None:
+            file.write_text(text)
+        with pytest.raises(ConfigError, match="no fleet deepdraft was started"):
+            fleet_ray.address_of(FleetFile())
+
+
+def test_a_taken_port_and_too_few_cpus_are_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+            fleet_ray.check_this_machine(fleet_of(tmp_path, f"[server]\nport = {port}"))
+    few = fleet_of(
+        tmp_path, f"[server]\nport = {port}\n[replicas]\ncount = 3\ncpus = 1.5\n[ray]\ncpus = 4"
+    )
+    with pytest.raises(ConfigError, match=r"3 replicas of 1.5 CPUs need 4.5, there are 4"):
+        fleet_ray.check_this_machine(few)
+
+
+def test_a_replica_lies_on_one_node(tmp_path: Path) -> None:
+    def nodes(*cpus: float, gpus: float = 0.0) -> list[dict[str, object]]:
+        return [{"Alive": True, "Resources": {"CPU": c, "GPU": gpus}} for c in cpus]
+
+    fleet = fleet_of(tmp_path, "[replicas]\ncount = 3\ncpus = 2")
+    fleet_ray.check_nodes(nodes(4, 2), fleet)
+    with pytest.raises(ConfigError, match="room for 2"):
+        fleet_ray.check_nodes(nodes(3, 3), fleet)  # six CPUs in all
+    with pytest.raises(ConfigError, match="on 0 nodes"):
+        fleet_ray.check_nodes([{"Alive": False, "Resources": {"CPU": 64.0}}], fleet)
+    fleet = fleet_of(
+        tmp_path, "[engine]\ndevice = 'cuda'\nnumerics = 'quant'\n[replicas]\ncount = 2\ngpus = 1"
+    )
+    fleet_ray.check_nodes(nodes(8, gpus=2), fleet)
+    with pytest.raises(ConfigError, match="16 CPUs and 1 GPUs on 2 nodes, room for 1"):
+        fleet_ray.check_nodes([*nodes(8), *nodes(8, gpus=1)], fleet)
+
+
+def test_only_an_engine_that_stands_still_with_requests_hangs() -> None:
+    watch = Watch(hang_s=10.0)
+    idle, busy = {"running": 0, "decode_steps": 5}, {"running": 1, "decode_steps": 5}
+    watch.look(idle, 0.0)
+    watch.look(idle, 100.0)
+    watch.look(busy, 101.0)
+    watch.look(busy, 109.0)
+    watch.look({**busy, "decode_steps": 6}, 110.5)
+    watch.look({**busy, "decode_steps": 6, "prompt_tokens": 256}, 120.0)
+    stuck = {"waiting": 2, "decode_steps": 6, "prompt_tokens": 256, "requests": 9}
+    watch.look(stuck, 129.0)
+    with pytest.raises(EngineError, match="no step for 10 s with 2 requests"):
+        watch.look({**stuck, "requests": 12}, 130.0)  # requests that arrive are no progress
+
+
+def test_a_replica_of_another_version_never_starts() -> None:
+    with pytest.raises(ConfigError, match=r"deepdraft 0\.0\.1, this node has"):
+        asyncio.run(Replica.__init__(object.__new__(Replica), FleetFile(), "0.0.1", "a"))
+
+
+def test_the_selftest_of_a_replica_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    monkeypatch.setattr(fleet_replica.sys, "executable", str(python))
+    for code, ends in (("exit 0", True), ("echo '  FAIL rows: differ'; exit 1", False)):
+        python.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/said\n{code}\n')
+        python.chmod(0o700)
+        if ends:
+            asyncio.run(fleet_replica.selftest("cpu"))
+        else:
+            with pytest.raises(EngineError, match="FAIL rows: differ"):
+                asyncio.run(fleet_replica.selftest("cpu"))
+        said = (tmp_path / "said").read_text().split()
+        assert said == ["-m", "deepdraft.cli.main", "selftest", "--device", "cpu"]
+
+
+def test_an_answer_says_which_replica_gave_it() -> None:
+    headers = [(b"a", b"b"), (b"x-request-id", b"1")]  # the proxy writes that one
+
+    async def app(scope: object, receive: object, send: object) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"x"})
+
+    got: list[dict[str, object]] = []
+
+    async def send(message: dict[str, object]) -> None:
+        got.append(message)
+
+    asyncio.run(with_label(app, "me")({"type": "http"}, None, send))
+    assert got[0]["headers"] == [(b"a", b"b"), (b"x-deepdraft-replica", b"me")]
+    assert got[1] == {"type": "http.response.body", "body": b"x"}
+
+
+class _Loads:
+    """Stands in for a Service whose model loads at once."""
+
+    failure = None
+
+    def __init__(self, *_: object) -> None:
+        self.config, self.closed = FleetFile().config, False
+
+    def start(self) -> None: ...
+
+    def wait(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.closed = True
+
+    def health(self) -> dict[str, object]:
+        return {"state": "failed"}
+
+
+def test_a_replica_whose_selftest_fails_never_becomes_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def fails(device: str) -> None:
+        raise EngineError(f"deepdraft selftest fails on this machine: {device}")
+
+    monkeypatch.setattr(fleet_replica, "Service", _Loads)
+    monkeypatch.setattr(fleet_replica, "selftest", fails)
+    replica = object.__new__(Replica)
+    with pytest.raises(EngineError, match="selftest fails on this machine: cpu"):
+        asyncio.run(Replica.__init__(replica, FleetFile(), __version__, "a"))
+    assert replica.service.closed
+    with pytest.raises(EngineError, match="the engine has failed"):
+        asyncio.run(replica.check_health())
