@@ -60,6 +60,10 @@ struct RawRows {
     float2 s[NG];  // FP8: scales of rows 2 t and 2 t + 1; folded: of row g
 };
 
+// What is read before the wait comes from the L2 cache, which the kernel that wrote it wrote to.
+template <class V> __device__ __forceinline__ V read_rows(const V* from) {
+    return LATE_LIST ? __ldcg(from) : *from;
+}
 __device__ __forceinline__ void fetch_rows(RawRows& r, const Params& p, int row_tile, int outer, int first, int g, int t) {
     const int place = outer - SHARED;
     u64 row = row_tile * 8 + g;
@@ -77,11 +81,11 @@ __device__ __forceinline__ void fetch_rows(RawRows& r, const Params& p, int row_
         if (BF16_ROWS || DOWN) {
             if (slot >= 0) r.v[i] = *(const uint4*)((const u16*)p.x + at + i * 32 * WK);
         } else {
-            const uint2 two = *(const uint2*)((const u8*)p.x + at + i * 32 * WK);
+            const uint2 two = read_rows((const uint2*)((const u8*)p.x + at + i * 32 * WK));
             const float* scales = p.xs + (u64)(first + i * WK) * p.rows + row_tile * 8;
             r.v[i].x = two.x, r.v[i].y = two.y;
-            if (FOLD) r.s[i].x = scales[g];
-            else r.s[i] = *(const float2*)(scales + 2 * t);
+            if (FOLD) r.s[i].x = read_rows(scales + g);
+            else r.s[i] = read_rows((const float2*)(scales + 2 * t));
         }
     }
 }
