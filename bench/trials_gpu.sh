@@ -43,8 +43,16 @@ echo "checks passed: $(cat "$O"/check-*.log | grep -c '"passed": true'), at $(( 
 tail -qn 1 "$O"/race-*.log "$O"/mem-*.log; pack
 
 # ---- every form alone, the best together, the whole step ----
+sound() {  # every test of a module ran and held
+  ! grep -qs '"error"' "$O"/check-"$1"-*.log && [ -z "$(grep -L '"finished"' "$O"/check-"$1"-*.log)" ]
+}
+FORMS=bulk,even,cyclic,ahead
+sound test_native_trials && FORMS=$FORMS,shared,shared+early || echo "not tried: shared"
+sound test_native_attend && FORMS=$FORMS,joined || echo "not tried: joined"
+FORMS=$FORMS,query
 s=$(left); [ "$s" -gt 170 ] && s=170
-timeout -k 5 "$s" python3 -W ignore $B/trials_gpu.py --json "$O/trials.json" --seconds $(( s - 5 )) > "$O/trials.log" 2>&1
+timeout -k 5 "$s" python3 -W ignore $B/trials_gpu.py --json "$O/trials.json" --try "$FORMS" --seconds $(( s - 5 )) \
+  > "$O/trials.log" 2>&1
 grep -h '^-- ' "$O/trials.log" | cut -c1-260; pack
 DEEPDRAFT_TRIALS=$(python3 -c 'import json, sys; print(",".join(json.load(open(sys.argv[1])).get("kept", [])))' "$O/trials.json")
 export DEEPDRAFT_TRIALS; echo "kept: $DEEPDRAFT_TRIALS, at $(( $(date +%s) - BEGAN )) s"
