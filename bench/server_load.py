@@ -1,7 +1,7 @@
 """Load on `deepdraft serve` with the bundled model, client and server in processes of their own.
 
     python bench/server_load.py soak [--minutes 10] [--streams 64]   faults, leaks, solo answers
-    python bench/server_load.py throughput                          16 streams, 1, 16 undrafted
+    python bench/server_load.py throughput [--seconds 7]            16 busy clients, 1, 16 undrafted
     python bench/server_load.py ttft                                first token at idle
     python bench/server_load.py fairness                            one request beside 200 others
 
@@ -248,48 +248,90 @@ async def gauge(url: str, name: str) -> int:
 # ---- throughput ----------------------------------------------------------------------------
 
 
-async def rate(url: str, streams: int, rounds: int, num: int) -> float:
-    """Tokens a second of all streams together, each answering `rounds` prompts."""
-    texts, total = prompts(48), 0
+async def answer(client: httpx.AsyncClient, text: str, num: int) -> int:
+    """Reads a streamed answer of `num` tokens; returns how many it has."""
+    body = chat(text, num, ignore_eos=True, stream=True, stream_options={"include_usage": True})
+    tokens = 0
+    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        response.raise_for_status()
+        async for chunk in chunks(response):
+            tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
+    return tokens
 
-    async def one(number: int, client: httpx.AsyncClient) -> None:
-        nonlocal total
-        for k in range(rounds):
-            text = texts[(number * rounds + k) % len(texts)]
-            body = chat(text, num, ignore_eos=True)
-            body |= {"stream": True, "stream_options": {"include_usage": True}}
-            async with client.stream("POST", "/v1/chat/completions", json=body) as response:
-                async for chunk in chunks(response):
-                    if chunk.get("usage"):
-                        total += chunk["usage"]["completion_tokens"]
 
+async def batch_rate(url: str, streams: int, rounds: int, num: int) -> float:
+    """Tokens a second of streams that each answer `rounds` prompts, until the last one is done."""
+    texts = prompts(48)
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+
+        async def one(number: int) -> int:
+            own = (texts[(number * rounds + k) % len(texts)] for k in range(rounds))
+            return sum([await answer(client, text, num) for text in own])
+
         begin = time.perf_counter()
-        await asyncio.gather(*(one(i, client) for i in range(streams)))
+        total = sum(await asyncio.gather(*(one(i) for i in range(streams))))
         return total / (time.perf_counter() - begin)
 
 
+async def busy_rate(url: str, streams: int, seconds: float, num: int) -> float:
+    """Tokens a second while all of so many clients are busy, each with one answer after another."""
+    texts = prompts(48)
+    limits = httpx.Limits(max_connections=streams)
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
+
+        async def one(number: int) -> None:
+            # 48 prompts, each client from another one on.
+            for k in range(10_000):
+                await answer(client, texts[(3 * number + 7 * k) % len(texts)], num)
+
+        tasks = [asyncio.ensure_future(one(i)) for i in range(streams)]
+        while await gauge(url, "num_requests_running") < streams:
+            await asyncio.sleep(0.05)
+        before, begin = await gauge(url, "generation_tokens_total"), time.perf_counter()
+        done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        took_s = time.perf_counter() - begin
+        tokens = await gauge(url, "generation_tokens_total") - before
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for task in done:
+            task.result()  # a client that failed
+    while await gauge(url, "num_requests_running"):
+        await asyncio.sleep(0.05)
+    return tokens / took_s
+
+
 async def throughput(options: argparse.Namespace) -> dict[str, Any]:
-    num, rows = options.tokens, {}
+    num = options.tokens
+    busy: dict[str, list[float]] = {}
+    batch: dict[str, list[float]] = {}
     flags = ("--kv-memory", "0")
     with server(*flags) as (url, _, _), server(*flags, "--drafts", "0") as (plain_url, _, _):
-        await rate(url, 2, 1, 32)
-        await rate(plain_url, 2, 1, 32)
+        cells = (
+            ("1", url, 1, 3),
+            ("16", url, 16, 1),
+            ("16 undrafted", plain_url, 16, 1),
+            ("1 undrafted", plain_url, 1, 3),
+        )
+        await batch_rate(url, 2, 1, 32)
+        await batch_rate(plain_url, 2, 1, 32)
         for k in range(options.repeats):
-            for name, where, streams, rounds in (
-                ("1", url, 1, 3),
-                ("16", url, 16, 1),
-                ("16 undrafted", plain_url, 16, 1),
-                ("1 undrafted", plain_url, 1, 3),
-            ):
-                rows.setdefault(name, []).append(await rate(where, streams, rounds, num))
-                print(k, name, round(rows[name][-1], 1), file=sys.stderr, flush=True)
-    median = {name: statistics.median(values) for name, values in rows.items()}
+            for name, where, streams, _ in cells[: 3 if k else 4]:
+                rate = await busy_rate(where, streams, options.seconds, num)
+                busy.setdefault(name, []).append(rate)
+                print(k, name, round(rate, 1), file=sys.stderr, flush=True)
+        for name, where, streams, rounds in cells[:3]:
+            batch.setdefault(name, []).append(await batch_rate(where, streams, rounds, num))
+    median = {name: statistics.median(values) for name, values in busy.items()}
     scale, against = median["16"] / median["1"], median["16"] / median["16 undrafted"]
     return {
-        "tokens_per_s": {name: [round(v, 1) for v in values] for name, values in rows.items()},
+        "tokens_per_answer": num,
+        "window_s": options.seconds,
+        "tokens_per_s": {name: [round(v, 1) for v in values] for name, values in busy.items()},
         "16_over_1": round(scale, 3),
         "16_over_16_undrafted": round(against, 3),
+        # One answer each, until the slowest is done (of one stream: three, one after another).
+        "closed_batch_tokens_per_s": {name: round(v[0], 1) for name, v in batch.items()},
         "ok": scale >= 4.0 and against >= 1.0,
     }
 
@@ -404,6 +446,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=7.0, help="of a window of throughput")
     parser.add_argument("--kv-memory", default="16MiB")
     parser.add_argument("--words", type=int, default=9)
     parser.add_argument("--out", type=Path)
