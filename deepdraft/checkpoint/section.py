@@ -5,7 +5,6 @@ nobody read. Knows nothing of: any family's keys, tensors, torch.
 """
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,8 @@ from deepdraft.errors import ConfigError
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_INT = 1 << 24
+MAX_NUMBER = 3.4e38
+"""Numbers are computed with in float32."""
 _MAX_LIST = 4096
 
 ACCEPTED_KEYS: dict[str, str] = {
@@ -84,9 +85,12 @@ class Section:
         value = self.value(key)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"{self.where(key)} must be a number, got {show(value)}")
-        if not math.isfinite(value) or value < low or (above and value == low):
+        # Compared as it is: an integer may be too large for any float.
+        if not abs(value) <= MAX_NUMBER or value < low or (above and value == low):
             rule = f"above {low:g}" if above else f"at least {low:g}"
-            raise ConfigError(f"{self.where(key)} must be finite and {rule}, got {show(value)}")
+            raise ConfigError(
+                f"{self.where(key)} must be finite and {rule} (in float32), got {show(value)}"
+            )
         return float(value)
 
     def integer_or(

@@ -85,6 +85,8 @@ def change(path: Path, **keys: Any) -> None:
         ({"vocab_size": 2.5}, "vocab_size", "must be an integer"),
         ({"vocab_size": True}, "vocab_size", "must be an integer"),
         ({"rope_theta": -1}, "rope_theta", "must be finite and at least 1"),
+        ({"rope_theta": 1e39}, "rope_theta", "must be finite and at least 1"),
+        ({"rope_theta": 10**400}, "rope_theta", "must be finite and at least 1"),
         ({"rope_scaling": [1]}, "rope_scaling", "must be a JSON object"),
         ({"rope_scaling__factor": 1e308 * 10}, "config.json", "Infinity"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps", "must be a number"),
