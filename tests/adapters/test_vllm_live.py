@@ -5,13 +5,14 @@ env create vllm-cpu`). The other part, `bench/vllm_record.py`, has parity of eac
 experts with the plugin.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
@@ -80,19 +81,20 @@ def port() -> int:
         return probe.getsockname()[1]
 
 
-def ask(port: int, **fields: Any) -> Iterator[dict[str, Any]]:
+def ask(port: int, **fields: Any) -> Generator[dict[str, Any]]:
     """Chunks of a streamed completion. Raises OSError or HTTPException where it breaks."""
     connection = HTTPConnection("127.0.0.1", port, timeout=120)
     body = {"model": "m", "prompt": [5, 6, 7], "temperature": 0, "stream": True, **fields}
-    connection.request(
-        "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
-    )
-    response = connection.getresponse()
-    assert response.status == 200, response.read()
-    for line in response:
-        if line.startswith(b"data: {"):
-            yield json.loads(line[6:])
-    connection.close()
+    headers = {"content-type": "application/json"}
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        with connection.getresponse() as response:
+            assert response.status == 200, response.read()
+            for line in response:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line[6:])
+    finally:
+        connection.close()
 
 
 def test_a_dead_engine_core_is_told_and_replaced(
@@ -109,20 +111,11 @@ def test_a_dead_engine_core_is_told_and_replaced(
                 pass
         started = server.pids()
         (core,) = (p for p in started if "EngineCore" in name_of(p))
-        stream, broken = ask(port, max_tokens=400, ignore_eos=True), ""
-        assert "choices" in next(stream)
-        os.kill(core, signal.SIGKILL)
-        killed = time.monotonic()
-        try:
-            for chunk in stream:
-                if "error" in chunk:
-                    broken = str(chunk["error"])
-                    break
-                assert chunk["choices"][0]["finish_reason"] is None, "it was not cut"
-            else:
-                broken = "the stream ended early"
-        except (OSError, HTTPException) as error:
-            broken = f"{type(error).__name__}: {error}"
+        with contextlib.closing(ask(port, max_tokens=400, ignore_eos=True)) as stream:
+            assert "choices" in next(stream)
+            os.kill(core, signal.SIGKILL)
+            killed = time.monotonic()
+            broken = how_it_breaks(stream)
         told_s = time.monotonic() - killed
         print(f"told after {told_s:.2f} s: {broken[:120]}")
         limit = time.monotonic() + START_S
@@ -137,6 +130,18 @@ def test_a_dead_engine_core_is_told_and_replaced(
     while (mine | set(started)) & set(descendants(1)) and time.monotonic() < limit:
         time.sleep(0.05)
     assert not (mine | set(started)) & set(descendants(1))
+
+
+def how_it_breaks(stream: Generator[dict[str, Any]]) -> str:
+    """What a client is told of an answer that is cut. Fails where it is not."""
+    try:
+        for chunk in stream:
+            if "error" in chunk:
+                return str(chunk["error"])
+            assert chunk["choices"][0]["finish_reason"] is None, "it was not cut"
+    except (OSError, HTTPException) as error:
+        return f"{type(error).__name__}: {error}"
+    return "the stream ended early"
 
 
 def name_of(pid: int) -> str:
