@@ -25,7 +25,6 @@ from deepdraft import __version__
 from deepdraft.errors import ConfigError, EngineError
 from deepdraft.server.fleet_config import FleetFile
 from deepdraft.server.fleet_replica import Replica
-from deepdraft.telemetry import logger
 
 RAY_SERIES = "2.60"
 """What this was tried with; Ray Serve changes between its minor versions."""
@@ -100,7 +99,7 @@ def state_file(name: str) -> Path:
 
 
 def token_file(name: str) -> Path:
-    """What lets a process of this user talk to that Ray."""
+    """What lets a process of this user talk to that Ray; mode 0600."""
     return state_file(name).with_suffix(".token")
 
 
@@ -354,8 +353,10 @@ def _say_directory(fleet: FleetFile, say: Say) -> None:
         raise ConfigError("fleet.directory needs the package redis: pip install redis") from error
     except Exception as error:
         # Without the address, which may hold a password.
-        logger.warning("the KV directory does not answer: %s", type(error).__name__)
-        say("the KV directory (fleet.directory) does not answer; nothing is shared until it does")
+        say(
+            f"the KV directory (fleet.directory) does not answer ({type(error).__name__}); nothing "
+            "is shared until it does"
+        )
 
 
 def _application(name: str) -> Any:
