@@ -28,7 +28,7 @@ def body(**fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0, **OFF, **fields}
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "it never came true"
@@ -195,7 +195,7 @@ class Process:
         assert found is not None, self.log
         return found[1]
 
-    def wait(self, timeout_s: float = 20.0) -> int:
+    def wait(self, timeout_s: float = 60.0) -> int:
         code = self.process.wait(timeout_s)
         self._reader.join(5)
         return code
