@@ -10,6 +10,7 @@ Triton's interpreter (minutes for a hundred tokens).
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 import types
@@ -52,7 +53,9 @@ def check_demo(device: str, *, count: int, length: int, chunk: int, plans: Any) 
     from deepdraft.checkpoint.reader import Checkpoint
     from deepdraft.engine.runner import checked_token_map
     from deepdraft.models.deepseek_v41 import DeepseekV41
-    from deepdraft.models.v41_device import DeviceV41
+    from deepdraft.models.v41_device import DevicePool
+    from deepdraft.models.v41_prefill import DevicePrefill
+    from deepdraft.models.v41_weights import load_weights
     from deepdraft.ops import cache
     from deepdraft.text.tokenizer import Tokenizer
 
@@ -62,10 +65,7 @@ def check_demo(device: str, *, count: int, length: int, chunk: int, plans: Any) 
     cpu = DeepseekV41(args, checkpoint, token_map, numerics="quant", drafter=False)
     pair = types.SimpleNamespace(args=args, tokenizer=tokenizer)
     other = Demo.other_cpu(types.SimpleNamespace(pair=pair), torch.float64)  # type: ignore[arg-type]
-    ours = DeviceV41(
-        args, checkpoint, token_map, device=device, drafter=False, prefill_chunk=chunk,
-        prefill_plans=plans,
-    )  # fmt: skip
+    weights = load_weights(args, checkpoint, token_map, device=device, drafter=False)
     sums: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
     same = defaultdict(lambda: [0, 0])
 
@@ -80,12 +80,17 @@ def check_demo(device: str, *, count: int, length: int, chunk: int, plans: Any) 
 
     for text in texts(tokenizer, count, length):
         found = {}
-        for name, model in (("cpu", cpu), ("other", other), ("device", ours)):
+        for name, model in (("cpu", cpu), ("other", other)):
             pool = model.new_pool(1, length + 8, slack=64)
             state = pool.open()
             out = model.prefill(state, text, mode="encoder", logits="all")
-            unpack = cache.unpack if name == "device" else None
-            found[name] = entries(pool, state, unpack) | {"logits": out.logits.cpu()}
+            found[name] = entries(pool, state) | {"logits": out.logits}
+        pool = DevicePool(args, num_sequences=1, max_tokens=length + 8, slack=64, device=device)
+        state, prefill = pool.open(), DevicePrefill(weights, pool.caches, chunk=chunk, plans=plans)
+        with torch.inference_mode():
+            prefill.encode(state, text)
+            logits = prefill.replay(state, all_rows=True)[0]
+        found["device"] = entries(pool, state, cache.unpack) | {"logits": logits.cpu()}
         compare("device vs cpu", found["device"], found["cpu"])
         compare("other vs cpu", found["other"], found["cpu"])
     return {
@@ -111,6 +116,7 @@ def main() -> None:
 
         np.seterr(all="ignore")
         warnings.simplefilter("ignore", RuntimeWarning)
+        importlib.import_module("tests.kernels.interpreter")  # before any kernel
         from tests.kernels import prefill_tiny
 
         plans = prefill_tiny.PLANS

@@ -1,0 +1,202 @@
+"""Prompts in chunks on the kernels: against the torch reference, cut anywhere, resumed, stopped."""
+
+import pytest
+import torch
+
+from deepdraft.errors import StateError
+from deepdraft.kernels.runtime import padded_rows
+from deepdraft.models.v41_prefill_layers import Flow, make_chunk
+from deepdraft.ops import cache
+from deepdraft.quant import records
+from tests.kernels import prefill_tiny as tiny
+
+
+def encode(prefill, state, ids, **options):
+    with torch.inference_mode():
+        return prefill.encode(state, ids, **options)
+
+
+def replay(prefill, state):
+    with torch.inference_mode():
+        return prefill.replay(state, all_rows=False)[0]
+
+
+def held(pool, state):
+    """Every byte of a sequence that counts: entries, keys, windows by position, open pairs."""
+    n, found = state.num_tokens, {}
+    for source, ratio in pool.ratios.items():
+        at = state.slot * pool.entries[source]
+        for name, part in (("main", pool.main), ("index", pool.index)):
+            found[name, source] = part[source][at : at + n // ratio]
+    window = torch.arange(max(0, n - pool.args.sliding_window), n)
+    rows = state.slot * pool.ring + window % pool.ring
+    for layer in range(pool.args.decoder_start):
+        found["window", layer] = pool.window[layer][rows]
+    if n % 2:
+        at = state.slot * pool.pending_ring + (n - 1) % pool.pending_ring
+        found |= {("pending", s): p[at] for s, p in pool.pending.items()}
+    return found
+
+
+def same(one, two):
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        assert torch.equal(value, two[name]), name
+
+
+def relative(got, want):
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def padded(x, rows, dtype):
+    out = torch.zeros(rows, *x.shape[1:], dtype=dtype, device=tiny.DEVICE)
+    out[: len(x)] = x.to(tiny.DEVICE, dtype)
+    return out
+
+
+@pytest.mark.parametrize(
+    "layers", [(1, 3), pytest.param(tuple(range(6)), marks=[pytest.mark.full], id="all")]
+)
+def test_layers_from_the_inputs_of_the_reference(layers):
+    """Each layer is fed with the reference's streams; what it adds to them is compared."""
+    reference, text = tiny.reference(), tiny.text(8)
+    state, record = reference.new_pool(1, 32, slack=16).open(), {}
+    reference.step([(state, text)], logits="none", record=record)
+    pool, prefill = tiny.make(8)
+    # The record's streams are those behind Engram.
+    prefill.layers._inject = lambda *_: None
+    rows, n = padded_rows(len(text)), len(text)
+    with torch.inference_mode():
+        chunk = make_chunk(pool.caches, text, slot=0, first=0, floors=(0, 0), write_from=0)
+        _, table_rows = prefill.layers.start(chunk)
+        for layer in layers:
+            want = record[f"L{layer}"]
+            x = padded(want["stream_in"][:n], rows, torch.bfloat16)
+            flow = Flow(x, pre=padded(want["premix_in"][:n].flatten(1), rows, torch.float32))
+            prefill.layers.run(chunk, flow, range(layer, layer + 1), table_rows=table_rows)
+            norm = prefill.layers.weights.layers[layer].ffn_norm
+            out = prefill.layers._enter(flow, norm, None)
+            assert relative(out.x[:n].cpu(), want["stream_out"][:n]) < 0.02, layer
+            if layer in chunk.selected:
+                ours, theirs = chunk.selected[layer].entries[:n].cpu().long(), want["topk"][:n]
+                shared = sum(
+                    len({*a} & {*b}) / max(1, len({*b}))
+                    for a, b in zip(ours.tolist(), theirs.tolist(), strict=True)
+                )
+                assert shared / n > 0.95, layer
+
+
+@pytest.mark.full
+def test_a_prompt_has_the_same_bits_wherever_it_is_cut():
+    text = tiny.text(15)
+    reference = tiny.reference()
+    wanted = reference.new_pool(1, 32, slack=16)
+    state = wanted.open()
+    reference.prefill(state, text, mode="encoder")
+    pool, prefill = tiny.make(16)
+    whole = pool.open()
+    assert encode(prefill, whole, text) == 15
+    got = held(pool, whole)
+    for source, ratio in pool.ratios.items():
+        # Random weights: a last bit moves a code, and layers behind it follow.
+        limit = 0.05 if ratio == 2 else 0.3
+        for kind, part in (("main", wanted.main), ("index", wanted.index)):
+            ours = cache.unpack(kind, got[kind, source]).cpu()
+            assert relative(ours, part[source][: 15 // ratio]) < limit, (kind, source)
+    exact = wanted.window[0][torch.arange(7, 15) % wanted.ring]
+    assert torch.equal(cache.unpack("window", got["window", 0]).cpu(), exact)
+    last = replay(prefill, whole)
+    assert whole.decoder_tokens == 15 and whole.decoder_floor == 7 and whole.tail is None
+    # Chunks of 8 rows, a part of 3 before them: other boundaries, odd ones.
+    pool, prefill = tiny.make(8)
+    cut = pool.open()
+    for part in (text[:3], text[3:]):
+        encode(prefill, cut, part)
+    same(held(pool, cut), got)
+    assert torch.equal(replay(prefill, cut), last)
+
+
+@pytest.mark.full
+def test_the_replay_from_the_state_of_the_reference():
+    """Its streams of the last window and its entries: logits of all rows. One row's route may flip
+    in random weights, half of them do not."""
+    text = tiny.text(21, seed=3)
+    reference = tiny.reference()
+    wanted = reference.new_pool(1, 32, slack=32)
+    state = wanted.open()
+    reference.prefill(state, text, mode="encoder", final=False)
+    x, pre = state.tail
+    pool, prefill = tiny.make(24)
+    ours = pool.open()
+    ours.token_ids[:] = text
+    ours.tail = x.bfloat16().to(tiny.DEVICE), pre.flatten(1).float().to(tiny.DEVICE)
+    source = tiny.args().decoder_start
+    pack = {"main": records.pack_fp4_e4m3_group16, "index": records.pack_mxfp4_group32}
+    for kind, theirs, mine in (
+        ("main", wanted.main, pool.main),
+        ("index", wanted.index, pool.index),
+    ):
+        at = ours.slot * pool.entries[source]
+        mine[source][at : at + 21] = pack[kind](theirs[source][:21]).to(tiny.DEVICE)
+    logits = reference.prefill(state, [], mode="encoder", logits="all").logits
+    with torch.inference_mode():
+        got, taps, first = prefill.replay(ours, all_rows=True)
+    assert first == 13 and taps is not None and len(taps) == len(got) == len(logits) == 8
+    errors = [relative(a, b) for a, b in zip(got.cpu(), logits, strict=True)]
+    assert sorted(errors)[3] < 0.1, errors
+
+
+@pytest.mark.full
+def test_stopped_and_resumed():
+    text = tiny.text(40, seed=1)
+    pool, prefill = tiny.make(16)
+    whole, stopped = pool.open(), pool.open()
+    encode(prefill, whole, text)
+    seen = []
+
+    def watch(progress):
+        seen.append((progress.done, progress.total))
+        assert progress.tokens_per_second > 0 and progress.seconds_left is not None
+        return len(seen) < 2
+
+    assert encode(prefill, stopped, text, watch=watch) == 32
+    assert seen == [(16, 40), (32, 40)] and stopped.token_ids == text[:32]
+    encode(prefill, stopped, text[32:])
+    same(held(pool, stopped), held(pool, whole))
+    assert torch.equal(replay(prefill, stopped), replay(prefill, whole))
+
+
+@pytest.mark.full
+def test_a_prefix_is_resumed_from_its_global_entries():
+    """As the reference: the last window runs again and writes no entry of the prefix."""
+    text = tiny.text(30, seed=2)
+    reference = tiny.reference()
+    wanted = reference.new_pool(1, 64, slack=16)
+    state = wanted.open()
+    reference.prefill(state, text[:24], mode="encoder")
+    pool, prefill = tiny.make(16)
+    ours = pool.open()
+    encode(prefill, ours, text[:24])
+    replay(prefill, ours)
+    before = {name: v.clone() for name, v in held(pool, ours).items() if name[0] != "window"}
+    for one in (state, ours):
+        one.keep_global(20)
+    reference.prefill(state, text[20:], mode="encoder")
+    encode(prefill, ours, text[20:])
+    replay(prefill, ours)
+    after = held(pool, ours)
+    for name, value in before.items():
+        kept = value[: 20 // pool.ratios[name[1]]]
+        assert torch.equal(after[name][: len(kept)], kept), name
+    exact = wanted.window[0][torch.arange(22, 30) % wanted.ring]
+    assert torch.equal(cache.unpack("window", after["window", 0]).cpu(), exact)
+    for name in ("encoder_floor", "decoder_floor", "decoder_tokens", "origin", "written"):
+        assert getattr(ours, name) == getattr(state, name), name
+
+
+def test_what_cannot_run_is_refused():
+    with pytest.raises(StateError, match="multiple of 8"):
+        tiny.make(12)
+    pool, prefill = tiny.make(8)
+    with pytest.raises(StateError, match="at least one token"):
+        replay(prefill, pool.open())
