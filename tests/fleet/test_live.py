@@ -2,6 +2,7 @@
 installed): conversations bounce between them, one is killed in the middle, the fleet is drained."""
 
 import collections
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -202,7 +203,6 @@ look_s = 1.0""",
                     half.set()
         killer.join()
         [(victim, when)] = killed
-        print(dict(run.counts), sorted(run.replicas), run.spans)
         assert run.counts["different"] == 0
         assert run.counts["turns"] == CONVERSATIONS * TURNS
         assert run.counts["peer"] > 0 and run.counts["host"] > 0
@@ -214,11 +214,31 @@ look_s = 1.0""",
             return fleet.status()["replicas"].get("RUNNING", 0) == 2
 
         fleet.child.wait_until(healed, PATIENCE_S)
+        record(run, healed_s=time.monotonic() - when)
         assert victim not in replicas_of(fleet.name)
         drain(fleet, run.client)
     finally:
         fleet.child.end(signal.SIGKILL)
     assert replicas_of(fleet.name) == []
+
+
+def record(run: Run, healed_s: float) -> None:
+    """Writes what came of a run where DEEPDRAFT_RECORD says."""
+    if file := os.environ.get("DEEPDRAFT_RECORD"):
+        from deepdraft.proof.bench import provenance
+
+        figures = {
+            "what": "2 replicas on Ray, one killed (-9) under conversations; make test-fleet",
+            **provenance(),
+            "ray": importlib.metadata.version("ray"),
+            "conversations": CONVERSATIONS,
+            "at_a_time": WORKERS,
+            **run.counts,
+            "failed_requests": [failed for _, _, failed in run.spans],
+            "replicas_seen": len(run.replicas),
+            "killed_to_all_ready_s": round(healed_s, 1),
+        }
+        Path(file).write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def drain(fleet: Fleet, client: httpx.Client) -> None:
