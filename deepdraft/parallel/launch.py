@@ -193,7 +193,7 @@ def _watch(pages: mmap.mmap, ranks: Sequence[_Watched], limits: Limits) -> None:
                 continue
             hanging = [w for w in ranks if w.hangs(limits)]
             if hanging:
-                raise _hangs(hanging, limits)
+                raise _hangs(ranks, hanging, limits)
 
 
 def _died(cause: _Watched, ranks: Sequence[_Watched]) -> RankError:
@@ -219,10 +219,15 @@ def _died(cause: _Watched, ranks: Sequence[_Watched]) -> RankError:
     )
 
 
-def _hangs(hanging: Sequence[_Watched], limits: Limits) -> RankError:
-    # Those that wait for others are no cause; of the rest the one that came least far.
-    cause = min(hanging, key=lambda w: (w.silent_s < limits.beat_s, w.health.in_exchange,
-                                        w.health.exchanges))  # fmt: skip
+def _hangs(ranks: Sequence[_Watched], hanging: Sequence[_Watched], limits: Limits) -> RankError:
+    # Those that wait for others are no cause, though they may pass the limit first, having begun
+    # first; of the rest the one that came least far.
+    def order(watched: _Watched) -> tuple[bool, bool, int, bool]:
+        hangs, health = watched in hanging, watched.health
+        silent = hangs and watched.silent_s > limits.beat_s
+        return not silent, health.in_exchange, health.exchanges, not hangs
+
+    cause = min((w for w in ranks if w.health.state != "ended"), key=order)
     state = _process_state(cause.process.pid)
     if cause.silent_s > limits.beat_s:
         what = f"gave no sign of life for {cause.silent_s:.0f} s{state}"
