@@ -34,7 +34,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         ("[kv]\na = 1", r"unknown table \[kv\] in .*settings.toml"),
         ("engine = 3", "engine in .* must be a table, got 3"),
         ("[engine\n", "not valid TOML"),
-        ("[engine]\nnumerics = 'fast'", "engine.numerics must be one of exact, bf16, fp16, qsim, quant"),
+        ("[engine]\nnumerics = 'fast'", "numerics must be one of exact, bf16, fp16, qsim, quant"),
         ("[engine]\nmax_running = 0", "engine.max_running must be an integer >= 1, got 0"),
         ("[engine]\nmax_queue = true", "engine.max_queue must be an integer >= 1, got True"),
         ("[engine]\nmax_context = -1", "engine.max_context"),
