@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deepdraft.checkpoint import reader
-from deepdraft.models import deepseek_v4, experts, mla
+from deepdraft.models import experts, mla, v4_layers
 from deepdraft.ops import rope, routing
 from deepdraft.proof.golden import main
 from deepdraft.quant import blocks, formats
@@ -179,25 +179,25 @@ def whole_rotation(patch: Patch) -> None:
 
 
 def no_overlap(patch: Patch) -> None:
-    right = deepseek_v4.Compressor._pool
+    right = v4_layers.Compressor._pool
 
     def wrong(self: Any, groups: Any, rows: Any) -> Tensor:
         members = groups.members.copy()
         if self.overlap:
             members[:, : self.ratio] = -1
-        return right(self, deepseek_v4.Groups(groups.rows, members, groups.first), rows)
+        return right(self, v4_layers.Groups(groups.rows, members, groups.first), rows)
 
-    patch.setattr(deepseek_v4.Compressor, "_pool", wrong)
+    patch.setattr(v4_layers.Compressor, "_pool", wrong)
 
 
 def entry_at_its_end(patch: Patch) -> None:
-    right = deepseek_v4.Compressor._groups
+    right = v4_layers.Compressor._groups
 
     def wrong(self: Any, step: Any) -> Any:
         groups = right(self, step)
-        return deepseek_v4.Groups(groups.rows, groups.members, groups.first + 1)
+        return v4_layers.Groups(groups.rows, groups.members, groups.first + 1)
 
-    patch.setattr(deepseek_v4.Compressor, "_groups", wrong)
+    patch.setattr(v4_layers.Compressor, "_groups", wrong)
 
 
 CODE_FAULTS = [
