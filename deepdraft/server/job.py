@@ -153,7 +153,9 @@ class Job(ABC):
         parts = choice.push(event)
         if event.step is not None:
             parts = parts or [choice.silence()]
-            view = self._steps.setdefault(event.request_id, StepView(self.model))
+            view = self._steps.get(event.request_id)
+            if view is None:
+                view = self._steps[event.request_id] = StepView(self.model)
             parts[-1]["step"] = view.show(event.step, event.token_ids, choice.parts)
         if parts and parts[-1]["finish_reason"] is not None:
             parts[-1] |= self._report(choice)

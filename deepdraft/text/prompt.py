@@ -225,11 +225,27 @@ def _opens_calls(conversation: Conversation) -> bool:
 
 
 def tool_parameters(tool: Tool) -> Mapping[str, Any] | None:
-    """The schema of a tool's arguments as the prompt shows it: that of a strict tool completed.
+    """The schema that a tool's arguments are held to: that of a strict tool completed as the prompt
+    shows it, and with the keywords that the official completion leaves out.
 
     Raises RequestError for the schema of a strict tool that cannot be completed.
     """
-    return _recipe_tool(tool).parameters if tool.strict else tool.parameters
+    if not tool.strict:
+        return tool.parameters
+    return _with_all_keywords(tool.parameters or {}, _recipe_tool(tool).parameters)
+
+
+def _with_all_keywords(own: Any, completed: Any) -> Any:
+    """`completed`, a schema or a part of one, with what only `own` has at the same place.
+
+    The completion drops what bounds a value, such as the `enum` of a number or `minItems`.
+    """
+    if isinstance(own, Mapping) and isinstance(completed, Mapping):
+        both = {k: _with_all_keywords(own[k], v) if k in own else v for k, v in completed.items()}
+        return both | {k: v for k, v in own.items() if k not in completed}
+    if isinstance(own, list) and isinstance(completed, list) and len(own) == len(completed):
+        return [_with_all_keywords(o, c) for o, c in zip(own, completed, strict=True)]
+    return completed
 
 
 def _offered_tools(conversation: Conversation) -> tuple[Tool, ...]:

@@ -227,6 +227,19 @@ def test_a_strict_tool_is_enforced_where_the_model_calls(shared: Client) -> None
     assert json.loads(message["tool_calls"][0]["arguments"]) == {"town": "Köln", "days": "many"}
 
 
+def test_a_strict_tool_is_held_to_what_its_completion_drops(shared: Client) -> None:
+    days = {"type": "integer", "enum": [5, 6], "title": "Days"}
+    parameters = {"type": "object", "title": "Place", "properties": {"days": days}}
+    function = {"name": "place", "strict": True, "parameters": parameters}
+    tool = {"type": "function", "function": function}
+    call = CALL.replace(CALL.splitlines(keepends=True)[1], "")
+    shared.toy.say(f"<｜DSML｜ calls>\n{call}</｜DSML｜ calls>")
+    (made,) = whole(shared.chat(tools=[tool], **OFF))["tool_calls"]
+    assert json.loads(made["arguments"])["days"] in (5, 6)
+    days["uniqueItems"], days["type"] = True, "array"
+    assert shared.chat(tools=[tool], **OFF).status_code == 400
+
+
 def test_a_strict_tool_is_enforced_where_the_model_calls_while_it_thinks(shared: Client) -> None:
     shared.toy.say(f"hm <｜DSML｜ calls>\n{CALL}{CALL}</｜DSML｜ calls>")
     message = whole(shared.chat(tools=[STRICT]))

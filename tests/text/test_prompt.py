@@ -32,6 +32,7 @@ from deepdraft.text.prompt import (
     render_chat,
     render_fim,
     resolve_thinking,
+    tool_parameters,
 )
 from deepdraft.text.tokenizer import Tokenizer
 from tests.text import cases
@@ -363,6 +364,27 @@ def test_schema_of_a_strict_tool_is_completed() -> None:
     assert tool_line(loose)["parameters"] == schema
     with pytest.raises(RequestError, match="strict tool 'f'"):
         render(tools=(Tool(name="f", parameters={"type": "array"}, strict=True),))
+
+
+def test_a_strict_tool_is_held_to_what_its_completion_drops() -> None:
+    number = {"type": "integer", "enum": [1, 2]}
+    schema = {
+        "type": "object",
+        "$defs": {"seven": {"type": "integer", "enum": [7]}},
+        "properties": {
+            "a": number,
+            "b": {"type": "array", "items": {"type": "string", "const": "x"}, "maxItems": 2},
+            "c": {"anyOf": [number, {"type": "null"}]},
+            "f": {"$ref": "#/$defs/seven"},
+            "d": {"type": "object", "properties": {"e": {"type": "string", "minLength": 2}}},
+        },
+    }
+    held = tool_parameters(Tool(name="f", parameters=schema, strict=True))
+    assert held is not None and held["$defs"] == schema["$defs"]
+    d = {**schema["properties"]["d"], "additionalProperties": False, "required": ["e"]}
+    assert held["properties"] == {**schema["properties"], "d": d}
+    assert sorted(held["required"]) == ["a", "b", "c", "d", "f"] and not held["additionalProperties"]
+    assert tool_parameters(Tool(name="f", parameters=schema)) == schema
 
 
 def test_tool_choice() -> None:
