@@ -73,6 +73,27 @@ def sort_picks(picks: Tensor, experts: int, *, plan: ExpertPlan = PLAN) -> Sorte
 
 
 @triton.jit
+def pair_products(
+    w_ptr, ws_ptr, base, i0, x_ptr, x_at, mine, G, TILE: tl.constexpr, BN: tl.constexpr,
+    BM: tl.constexpr, P: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Both weight rows of BN byte rows from `i0` on times BM picks, whose values begin at `x_at`:
+    two float32 [BN, BM]. `mine` [BM]: picks that are there."""
+    one, two = tl.zeros((BN, BM), tl.float32), tl.zeros((BN, BM), tl.float32)
+    for step in range((G + P - 1) // P):
+        first = step * P
+        w_one, w_two = pair_tile(w_ptr, ws_ptr, base, i0, first, G, TILE, BN, P, MASKED)
+        k = first * 32 + tl.arange(0, P * 32)
+        here = mine[None, :]
+        if MASKED:
+            here = here & (k < G * 32)[:, None]
+        x = tl.load(x_ptr + x_at[None, :] + k[:, None], mask=here, other=0.0)
+        one = dot_bf16(w_one, x, one)
+        two = dot_bf16(w_two, x, two)
+    return one, two
+
+
+@triton.jit
 def sorted_up_kernel(
     w_ptr, ws_ptr, x_ptr, order_ptr, weight_ptr, tile_ptr, h_ptr, D, F, K, TILES, EXPERT_TILES,
     LIMIT, TILE: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, P: tl.constexpr,
@@ -89,17 +110,7 @@ def sorted_up_kernel(
     G = D // 32
     base = expert.to(tl.int64) * EXPERT_TILES * G
     i0 = tl.program_id(0) * BN
-    gate, up = tl.zeros((BN, BM), tl.float32), tl.zeros((BN, BM), tl.float32)
-    for step in range((G + P - 1) // P):
-        first = step * P
-        w_gate, w_up = pair_tile(w_ptr, ws_ptr, base, i0, first, G, TILE, BN, P, MASKED)
-        k = first * 32 + tl.arange(0, P * 32)
-        here = mine[None, :]
-        if MASKED:
-            here = here & (k < D)[:, None]
-        x = tl.load(x_ptr + x_at[None, :] + k[:, None], mask=here, other=0.0)
-        gate = dot_bf16(w_gate, x, gate)
-        up = dot_bf16(w_up, x, up)
+    gate, up = pair_products(w_ptr, ws_ptr, base, i0, x_ptr, x_at, mine, G, TILE, BN, BM, P, MASKED)
     weight = tl.load(weight_ptr + pick, mask=mine, other=0.0)
     f = swiglu(round_bf16(gate), round_bf16(up), LIMIT) * weight[None, :]
     f = quantized_values(tl.reshape(tl.trans(round_bf16(f)), (BM * BN // 32, 32)))
@@ -123,17 +134,7 @@ def sorted_down_kernel(
     G = F // 32
     base = expert.to(tl.int64) * EXPERT_TILES * G
     i0 = tl.program_id(0) * BN
-    one, two = tl.zeros((BN, BM), tl.float32), tl.zeros((BN, BM), tl.float32)
-    for step in range((G + P - 1) // P):
-        first = step * P
-        w_one, w_two = pair_tile(w_ptr, ws_ptr, base, i0, first, G, TILE, BN, P, MASKED)
-        k = first * 32 + tl.arange(0, P * 32)
-        here = mine[None, :]
-        if MASKED:
-            here = here & (k < F)[:, None]
-        h = tl.load(h_ptr + h_at[None, :] + k[:, None], mask=here, other=0.0)
-        one = dot_bf16(w_one, h, one)
-        two = dot_bf16(w_two, h, two)
+    one, two = pair_products(w_ptr, ws_ptr, base, i0, h_ptr, h_at, mine, G, TILE, BN, BM, P, MASKED)
     pick = tl.load(order_ptr + m, mask=mine, other=0)
     y_at = pick.to(tl.int64)[:, None] * D
     i = i0 + tl.arange(0, BN)
