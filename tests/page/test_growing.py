@@ -8,34 +8,14 @@ import pytest
 from tests.server.conftest import Live
 
 from .test_markdown import CASES as MARKDOWN
+from .test_markdown import DRAW_IN_PIECES
 
 # Draws each source at once and in pieces; returns those that differ.
-COMPARE = """async (cases) => {
-  const { MarkdownView } = await import("./page/markdown.js");
-  const { Track } = await import("./page/tokens.js");
-  const draw = (source, cuts, tokens) => {
-    const root = document.createElement("div");
-    const track = new Track();
-    const view = new MarkdownView(root, track, () => {});
-    let from = 0;
-    for (const cut of [...cuts, source.length]) {
-      track.append(source.slice(from, cut));
-      if (tokens) for (let i = from; i < cut; i += 3) {
-        const text = source.slice(i, Math.min(i + 3, cut));
-        track.push({ text, origin: "plain", step: { index: 0 } });
-      }
-      from = cut;
-      track.align(false);
-      view.update(false);
-    }
-    track.align(true);
-    view.update(true);
-    for (const span of root.querySelectorAll(".t, .lines")) span.replaceWith(...span.childNodes);
-    root.normalize();
-    return root.innerHTML;
-  };
-  return cases.filter(([source, ...how]) => draw(source, [], false) !== draw(source, ...how));
-}"""
+COMPARE = f"""async (cases) => {{
+  {DRAW_IN_PIECES}
+  const markup = (...how) => draw(...how).innerHTML;
+  return cases.filter(([source, ...how]) => markup(source, [], false) !== markup(source, ...how));
+}}"""
 
 # Draws a source in steps of 80 characters, four of them a token; returns the most characters drawn,
 # the most characters of text parsed, and the most elements made by one step.

@@ -8,30 +8,38 @@ import pytest
 
 from tests.server.conftest import Live
 
-DRAW = """async ([source, cuts, tokens]) => {
+DRAW_IN_PIECES = """
   const { MarkdownView } = await import("./page/markdown.js");
   const { Track } = await import("./page/tokens.js");
-  const root = document.createElement("div");
-  const track = new Track();
-  const view = new MarkdownView(root, track, () => {});
-  let from = 0;
-  for (const cut of [...cuts, source.length]) {
-    track.append(source.slice(from, cut));
-    if (tokens) for (let i = from; i < cut; i += 3) {
-      const text = source.slice(i, Math.min(i + 3, cut));
-      track.push({ text, origin: "plain", step: { index: 0 } });
+  const draw = (source, cuts, tokens) => {
+    const root = document.createElement("div");
+    const track = new Track();
+    const view = new MarkdownView(root, track, () => {});
+    let from = 0;
+    for (const cut of [...cuts, source.length]) {
+      track.append(source.slice(from, cut));
+      if (tokens) for (let i = from; i < cut; i += 3) {
+        const text = source.slice(i, Math.min(i + 3, cut));
+        track.push({ text, origin: "plain", step: { index: 0 } });
+      }
+      from = cut;
+      track.align(false);
+      view.update(false);
     }
-    from = cut;
-    track.align(false);
-    view.update(false);
-  }
-  track.align(true);
-  view.update(true);
-  for (const span of root.querySelectorAll(".t, .lines")) span.replaceWith(...span.childNodes);
-  root.normalize();
+    track.align(true);
+    view.update(true);
+    for (const span of root.querySelectorAll(".t, .lines")) span.replaceWith(...span.childNodes);
+    root.normalize();
+    return root;
+  };
+"""
+
+DRAW = f"""async ([source, cuts, tokens]) => {{
+  {DRAW_IN_PIECES}
+  const root = draw(source, cuts, tokens);
   for (const bar of root.querySelectorAll(".code-bar")) bar.remove();
   return root.innerHTML.replace(/ (tabindex|role|aria-label|class|target|rel|title)="[^"]*"/g, "");
-}"""
+}}"""
 
 CASES = {
     "emphasis": (
