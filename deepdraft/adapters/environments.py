@@ -135,15 +135,30 @@ def find(name: str) -> Environment:
 
 
 def ready(name: str) -> Environment:
-    """An environment that was made completely. Raises ConfigError that says how to make it."""
+    """An environment that was made completely, of today's pins, with the engine and the torch that
+    they name (the rest is for `inspect`). Raises ConfigError that says how to make it."""
     environment = find(name)
+    cure = f"`deepdraft env create {name}` makes or repairs it"
     record = read_record(environment)
     if record is None or not environment.python.exists():
-        raise ConfigError(
-            f"the environment {name} is not there, or not whole; `deepdraft env create {name}` "
-            "makes or repairs it"
-        )
+        raise ConfigError(f"the environment {name} is not there, or not whole; {cure}")
+    pins = environment.pins()
+    for own in (environment.engine, "torch"):
+        wanted = pins.get(normal(own))
+        have = _version(environment, own)
+        if wanted is not None and have != wanted:
+            raise ConfigError(f"the environment {name} has {own} {have}, wanted {wanted}; {cure}")
+    if record.get("pins") != environment.digest:
+        raise ConfigError(f"the environment {name} was made of other pins than today's; {cure}")
     return environment
+
+
+def _version(environment: Environment, name: str) -> str:
+    """Of a distribution there; "none" where it is not."""
+    places = [str(environment.site_packages)]
+    for found in importlib.metadata.distributions(name=name, path=places):
+        return found.version
+    return "none"
 
 
 def base_directory() -> Path:

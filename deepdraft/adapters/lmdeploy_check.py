@@ -86,7 +86,7 @@ def check(launch: Launch) -> Checked:
             "checkpoint": str(launch.checkpoint.resolve()),
             "overrides": launch.hf_overrides,
             "map": str(write_map(maps)) if launch.stacked else None,
-            "words": launch.words(),
+            "words": [*launch.words(), *launch.server_words(23333, "m")],
             "rows": _ROWS,
             "positions": _POSITIONS,
         }
@@ -240,7 +240,9 @@ def _options(launch: Launch, answer: dict[str, Any]) -> Iterator[str]:
     """What its parser and its choice of an engine say against ours."""
     options = answer["options"]
     read = (options["backend"], options["session_len"], options["hf_overrides"] or {})
-    if read != (launch.engine, launch.session_len, launch.hf_overrides):
+    server = (options["server_name"], options["server_port"], options["model_name"])
+    wanted = (launch.engine, launch.session_len, launch.hf_overrides)
+    if read != wanted or server != ("127.0.0.1", 23333, "m"):
         yield f"its parser read {options}"
     if answer["turbomind"] != (launch.engine == "turbomind"):
         yield f"TurboMind {'takes' if answer['turbomind'] else 'does not take'} this architecture"

@@ -146,8 +146,9 @@ def _options(words: list[str]) -> dict[str, Any]:
 
     SubCliServe.add_parsers()
     parsed = CLI.parser.parse_args(words)
-    keys = ("backend", "dtype", "session_len", "hf_overrides", "speculative_algorithm")
-    return {key: getattr(parsed, key) for key in (*keys, "speculative_num_draft_tokens")}
+    engine = ("backend", "dtype", "session_len", "hf_overrides", "speculative_algorithm")
+    server = ("speculative_num_draft_tokens", "server_name", "server_port", "model_name")
+    return {key: getattr(parsed, key) for key in (*engine, *server)}
 
 
 if __name__ == "__main__":

@@ -47,6 +47,11 @@ class Launch:
             words += ["--speculative-num-draft-tokens", str(self.drafts)]
         return words
 
+    @staticmethod
+    def server_words(port: int, name: str) -> list[str]:
+        """Further ones: where it listens, what the model is called."""
+        return ["--server-name", "127.0.0.1", "--server-port", str(port), "--model-name", name]
+
 
 def plan(
     checkpoint: Path,

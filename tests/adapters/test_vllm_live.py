@@ -19,12 +19,13 @@ from typing import Any
 
 import pytest
 
+from deepdraft.adapters.engine_up import START_S
 from deepdraft.adapters.environments import Environment, ready
 from deepdraft.adapters.leash import descendants
 from deepdraft.adapters.supervisor import Rules, scrape
 from deepdraft.adapters.vllm_launch import plan
 from deepdraft.adapters.vllm_reference import VllmReference
-from deepdraft.adapters.vllm_up import START_S, parsed, running
+from deepdraft.adapters.vllm_up import parsed, running
 from deepdraft.errors import ConfigError, EngineError
 from deepdraft.proof.tiny_write import write_tiny
 from tests.adapters.stacked import write_stacked
