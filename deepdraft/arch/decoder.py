@@ -94,6 +94,8 @@ class DecoderArgs:
     bos_token_id: int
     eos_token_id: int
     pad_token_id: int | None
+    more_end_ids: tuple[int, ...] = ()
+    """Where `eos_token_id` is a list, those behind its first."""
     scale_fmt: Literal["float", "ue8m0"] = "float"
     """Scales of quantised inputs: any float32, or powers of two."""
 

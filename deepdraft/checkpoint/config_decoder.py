@@ -12,7 +12,7 @@ from deepdraft.arch.decoder import yarn_mscale
 from deepdraft.checkpoint.section import Section, show
 from deepdraft.errors import ConfigError
 
-MAX_LAYERS, MAX_EXPERTS = 1024, 65536
+MAX_LAYERS, MAX_EXPERTS, MAX_END_IDS = 1024, 65536, 64
 _MAX_EXPERT_TENSORS = 500_000
 """Several times what the largest published model has; bounds the table of tensors."""
 
@@ -54,16 +54,27 @@ def decoder_fields(top: Section) -> dict[str, Any]:
     fields["rms_norm_eps"] = top.number("rms_norm_eps")
     fields["tie_word_embeddings"] = top.flag_or("tie_word_embeddings", False)
     fields["bos_token_id"] = top.integer("bos_token_id")
-    fields["eos_token_id"] = top.integer("eos_token_id")
+    fields["eos_token_id"], *more = _ends(top)
+    fields["more_end_ids"] = tuple(more)
     fields["pad_token_id"] = top.integer_or("pad_token_id", None)
     quant = top.values.get("quantization_config")
     if isinstance(quant, dict) and quant.get("scale_fmt") == "ue8m0":
         fields["scale_fmt"] = "ue8m0"
-    for name in ("bos_token_id", "eos_token_id"):
-        value = fields[name]
+    named = [("bos_token_id", fields["bos_token_id"])]
+    for name, value in named + [("eos_token_id", end) for end in (fields["eos_token_id"], *more)]:
         if value >= fields["vocab_size"]:
             raise ConfigError(f"{name} = {value} must be below vocab_size = {fields['vocab_size']}")
     return fields
+
+
+def _ends(top: Section) -> tuple[int, ...]:
+    """One end token or several, the first of them the one that stands for all."""
+    if not isinstance(top.values.get("eos_token_id"), list):
+        return (top.integer("eos_token_id"),)
+    ends = top.integers("eos_token_id", max_len=MAX_END_IDS)
+    if not ends:
+        raise ConfigError("eos_token_id must name at least one token, got []")
+    return ends
 
 
 def read_rope(top: Section, *, latent: bool) -> tuple[Rope, list[Section]]:

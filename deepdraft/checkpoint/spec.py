@@ -28,6 +28,7 @@ NOT_IN_LOGITS = frozenset(
         "max_position_embeddings",
         "bos_token_id",
         "eos_token_id",
+        "more_end_ids",
         "pad_token_id",
         "num_nextn_predict_layers",
         "scale_fmt",

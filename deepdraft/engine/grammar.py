@@ -66,10 +66,18 @@ class GrammarCompiler:
     Compiling takes milliseconds and releases the interpreter lock; no two compile at a time.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int) -> None:
-        """`vocab_size`: of the model's logits; ids without a token are never allowed."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_token_id: int,
+        more_ends: frozenset[int] = frozenset(),
+    ) -> None:
+        """`vocab_size`: of the model's logits; ids without a token are never allowed. `more_ends`:
+        other tokens that end an answer."""
         self.vocab_size = vocab_size
         self.eos_token_id = eos_token_id
+        self.ends = [eos_token_id, *sorted(more_ends)]
         self._encode = tokenizer.encode_text
         self._endings = tokenizer.token_bytes
         self._think_end = tokenizer.id_of(THINK_END)
@@ -112,7 +120,7 @@ class GrammarCompiler:
             free = np.ones(self.vocab_size, dtype=np.bool_)
             forbidden = [self._call_begin]  # read as a call by itself
             if source.start == "after_reasoning":
-                forbidden += [self.eos_token_id, self._call_marker, self._calls_begin]
+                forbidden += [*self.ends, self._call_marker, self._calls_begin]
             free[[mark for mark in forbidden if mark is not None]] = False
         return Grammar(self, source, free, trigger)
 
@@ -137,19 +145,24 @@ class GrammarCompiler:
         return self._endings(token_id).endswith(b"<")
 
 
-_compilers: "weakref.WeakKeyDictionary[Tokenizer, dict[tuple[int, int], GrammarCompiler]]" = (
+_compilers: "weakref.WeakKeyDictionary[Tokenizer, dict[tuple, GrammarCompiler]]" = (
     weakref.WeakKeyDictionary()
 )
 _compilers_lock = threading.Lock()
 
 
-def compiler_for(tokenizer: Tokenizer, vocab_size: int, eos_token_id: int) -> GrammarCompiler:
+def compiler_for(
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    eos_token_id: int,
+    more_ends: frozenset[int] = frozenset(),
+) -> GrammarCompiler:
     """The compiler of a tokenizer; the first call takes up to a second."""
     with _compilers_lock:
         known = _compilers.setdefault(tokenizer, {})
-        key = (vocab_size, eos_token_id)
+        key = (vocab_size, eos_token_id, more_ends)
         if key not in known:
-            known[key] = GrammarCompiler(tokenizer, vocab_size, eos_token_id)
+            known[key] = GrammarCompiler(tokenizer, *key)
         return known[key]
 
 
@@ -242,7 +255,7 @@ def _allowed(automaton: llguidance.LLMatcher, compiler: GrammarCompiler) -> Mask
         raise GrammarError(f"the grammar is too complex: {_reason(automaton)}")
     mask = np.unpackbits(bits, count=compiler.vocab_size, bitorder="little").view(np.bool_)
     # In a dead end the library sets this bit, too.
-    mask[compiler.eos_token_id] = automaton.is_accepting()
+    mask[compiler.ends] = automaton.is_accepting()
     if not mask.any():
         raise GrammarError("the grammar allows nothing here: no answer can satisfy it")
     return mask
@@ -273,7 +286,7 @@ class Matcher:
         compiler = self.grammar.compiler
         if self._ended:
             mask = np.zeros(compiler.vocab_size, dtype=np.bool_)
-            mask[compiler.eos_token_id] = True
+            mask[compiler.ends] = True
             return mask
         if self._automaton is None:
             return self.grammar.free
@@ -292,7 +305,7 @@ class Matcher:
             return False
         if self._automaton is None:
             return self._advance_free(token_id)
-        if token_id == self.grammar.compiler.eos_token_id:
+        if token_id in self.grammar.compiler.ends:
             if not self._automaton.is_accepting():
                 return False
             self._ended = 1

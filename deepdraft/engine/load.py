@@ -46,6 +46,8 @@ class LoadedModel:
     name: str
     eos_token_id: int
     bos_token_id: int | None
+    more_end_ids: frozenset[int] = frozenset()
+    """Other tokens that end an answer, by config.json or generation_config.json."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     """Sampling settings of the checkpoint's own generation_config.json, by request field."""
     family: Family = "v4.1"
@@ -72,6 +74,7 @@ def load_engine(
         raise CheckpointError(
             f"no checkpoint directory at {path}; give the directory that holds config.json"
         )
+    presets = _Presets(path / "generation_config.json")
     runner, args, tokenizer = load_runner(path, options, rank)
     if runner.num_sequences < options.max_running:
         logger.warning(
@@ -87,7 +90,8 @@ def load_engine(
         eos_token_id=args.eos_token_id,
         bos_token_id=args.bos_token_id,
         family=prompt_family(path, args.family, tokenizer, options.chat_format),
-        sampling_defaults=_sampling_defaults(path / "generation_config.json"),
+        more_end_ids=_more_ends(presets, args),
+        sampling_defaults=_sampling_defaults(presets),
         fingerprint=_fingerprint(
             path, [repr(args), options.numerics, options.prefill, options.rule, *_split(options)]
         ),
@@ -267,26 +271,39 @@ _PRESETS = {
 }
 
 
-def _sampling_defaults(file: Path) -> dict[str, float]:
-    """Presets of the optional generation_config.json. Raises ConfigError for a wrong value."""
-    try:
-        values = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file} must hold an object")
-    presets: dict[str, float] = {}
+class _Presets:
+    """The optional generation_config.json. Raises ConfigError where it is no object."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.values = _read_json(file) if file.is_file() else {}
+
+
+def _sampling_defaults(presets: _Presets) -> dict[str, float]:
+    """Sampling settings of requests that have none. Raises ConfigError for a wrong value."""
+    found: dict[str, float] = {}
     for name, (low, high) in _PRESETS.items():
-        value = values.get(name)
+        value = presets.values.get(name)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{file}: {name} must be a number, got {value!r}")
+            raise ConfigError(f"{presets.file}: {name} must be a number, got {value!r}")
         if not low <= value <= high:
-            raise ConfigError(f"{file}: {name} must lie in {low}..{high}, got {value}")
-        presets[name] = value
-    if values.get("do_sample") is False:
-        presets["temperature"] = 0.0
-    return presets
+            raise ConfigError(f"{presets.file}: {name} must lie in {low}..{high}, got {value}")
+        found[name] = value
+    if presets.values.get("do_sample") is False:
+        found["temperature"] = 0.0
+    return found
+
+
+def _more_ends(presets: _Presets, args: Any) -> frozenset[int]:
+    """End tokens beside the first of config.json. Raises ConfigError for what is no token."""
+    value = presets.values.get("eos_token_id")
+    ends = value if isinstance(value, list) else [] if value is None else [value]
+    for end in ends:
+        if isinstance(end, bool) or not isinstance(end, int) or not 0 <= end < args.vocab_size:
+            raise ConfigError(
+                f"{presets.file}: eos_token_id holds {end!r}; token ids run from 0 to "
+                f"{args.vocab_size - 1}"
+            )
+    return frozenset((*ends, *getattr(args, "more_end_ids", ()))) - {args.eos_token_id}

@@ -73,7 +73,7 @@ def chat_job(
     stops = sampling.stop_strings(body)
     more_ends = text.end_ids(model.tokenizer, model.family)
     end_ids = sampling.stop_ids(body, model) | (frozenset() if body.ignore_eos else more_ends)
-    hidden_ids = end_ids | more_ends | {model.eos_token_id}
+    hidden_ids = end_ids | more_ends | model.end_ids
     id, n = id or response_id("chatcmpl"), body.n or 1
     requests = sampling.generate_requests(
         id,

@@ -60,7 +60,7 @@ def completion_job(
             model=model,
             echo=_echo_text(body, prompts, i // n, model) if body.echo else "",
             stops=stops,
-            hidden_ids=end_ids | {model.eos_token_id},
+            hidden_ids=end_ids | model.end_ids,
             logprobs=body.logprobs is not None,
         )
         for i in range(len(requests))

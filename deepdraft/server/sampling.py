@@ -40,10 +40,17 @@ class ModelView:
     max_tokens: int
     eos_token_id: int
     bos_token_id: int | None
+    more_end_ids: frozenset[int] = frozenset()
+    """Other tokens that end an answer."""
     fingerprint: str
     created: int
     defaults: Mapping[str, float] = field(default_factory=dict)
     """The checkpoint's own sampling defaults, by field name."""
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """All tokens that end an answer."""
+        return self.more_end_ids | {self.eos_token_id}
 
 
 def check_range(value: float | None, name: str, low: float, high: float, rule: str) -> None:
@@ -112,9 +119,9 @@ def stop_strings(body: SamplingFields) -> tuple[str, ...]:
 
 
 def stop_ids(body: SamplingFields, model: ModelView) -> frozenset[int]:
-    """Ids that end the answer: the model's own one unless `ignore_eos`, and the requested ones."""
-    own = () if body.ignore_eos else (model.eos_token_id,)
-    return frozenset((*own, *(body.stop_token_ids or ())))
+    """Ids that end the answer: the model's own ones unless `ignore_eos`, and the requested ones."""
+    own = frozenset() if body.ignore_eos else model.end_ids
+    return own.union(body.stop_token_ids or ())
 
 
 def _logit_bias(body: SamplingFields, vocab_size: int) -> tuple[tuple[int, float], ...]:

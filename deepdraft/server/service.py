@@ -113,6 +113,7 @@ class Service:
             max_tokens=model.runner.max_tokens,
             eos_token_id=model.eos_token_id,
             bos_token_id=model.bos_token_id,
+            more_end_ids=model.more_end_ids,
             fingerprint=model.fingerprint,
             created=int(time.time()),
             defaults=model.sampling_defaults,
@@ -198,7 +199,7 @@ def _prepare_grammars(view: ModelView) -> None:
     from deepdraft.engine.grammar import compiler_for
 
     try:
-        compiler_for(view.tokenizer, view.vocab_size, view.eos_token_id)
+        compiler_for(view.tokenizer, view.vocab_size, view.eos_token_id, view.more_end_ids)
     except Exception:
         # Everything else can be served; a request that needs a grammar says so itself.
         logger.exception("grammars cannot be compiled for this tokenizer")

@@ -135,7 +135,7 @@ def _call_syntax(model: ModelView) -> CallSyntax | MarkSyntax:
 
 
 def _compiler(model: ModelView) -> GrammarCompiler:
-    return compiler_for(model.tokenizer, model.vocab_size, model.eos_token_id)
+    return compiler_for(model.tokenizer, model.vocab_size, model.eos_token_id, model.more_end_ids)
 
 
 def _check_ends(body: schema.SamplingFields, where: str) -> None:

@@ -325,6 +325,26 @@ def test_reasoning_is_free_but_for_its_end() -> None:
     assert mask is not None and mask[think_end]
 
 
+def test_every_end_token_ends_a_form_and_no_reasoning() -> None:
+    eos = compiler().eos_token_id
+    more = DEMO.encode_text("7")[0]  # an end, whatever else it could spell
+    several = compiler_for(DEMO, DEMO.vocab_size, eos, frozenset({more}))
+    free = several.compile(json_source({"type": "integer"}, "after_reasoning")).matcher()
+    assert not free.advance(more) and not free.advance(eos)
+    for end in (more, eos):
+        matcher = several.compile(json_source({"type": "integer"})).matcher()
+        mask = matcher.mask()
+        assert mask is not None and not mask[[more, eos]].any() and not matcher.advance(end)
+        assert matcher.advance(DEMO.encode_text("5")[0])
+        mask = matcher.mask()
+        assert mask is not None and mask[[more, eos]].all()
+        assert matcher.advance(end) and matcher.is_finished
+        mask = matcher.mask()
+        assert mask is not None and sorted(np.flatnonzero(mask)) == sorted([more, eos])
+        matcher.rollback(1)
+        assert not matcher.is_finished and matcher.advance(end)
+
+
 def test_calls_begin_at_the_marker_behind_a_bracket() -> None:
     marker, eos = DEMO.id_of("｜DSML｜"), compiler().eos_token_id
     assert marker is not None

@@ -16,6 +16,7 @@ from deepdraft.engine.load import LoadedModel, load_engine, read_calibrations
 from deepdraft.engine.runner import Runner
 from deepdraft.engine.speculate import Speculation
 from deepdraft.errors import CheckpointError, ConfigError
+from deepdraft.proof.tiny_write import write_tiny
 from deepdraft.spec.schedule import FixedSchedule, ThresholdSchedule
 from deepdraft.types import GenerateRequest, SamplingParams
 from tests.checkpoint.tiny import patch_tensor, random_tensors, tiny_config
@@ -128,12 +129,25 @@ def test_presets_of_the_checkpoint(copied: Path) -> None:
     for text, message in (
         ('{"temperature": "hot"}', "temperature must be a number, got 'hot'"),
         ('{"top_p": 2}', "top_p must lie in"),
+        ('{"eos_token_id": [1, true]}', "eos_token_id holds True; token ids run from 0 to"),
+        ('{"eos_token_id": 1000000}', "eos_token_id holds 1000000"),
         ("[1]", "must hold an object"),
         ("{", "cannot be read as JSON"),
     ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=message):
             load_engine(copied, OPTIONS)
+
+
+def test_several_end_tokens(copied: Path, tmp_path: Path) -> None:
+    (copied / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 1, 9]}))
+    model = load_engine(copied, OPTIONS)
+    assert (model.eos_token_id, model.more_end_ids) == (1, {7, 9})
+    llama = write_tiny(tmp_path / "llama", "llama")
+    file = llama / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [1, 5, 6]}))
+    model = load_engine(llama, OPTIONS)
+    assert (model.eos_token_id, model.more_end_ids) == (1, {5, 6})
 
 
 def test_broken_checkpoints_say_what_is_broken(copied: Path, tmp_path: Path) -> None:

@@ -106,6 +106,23 @@ def test_the_format_can_be_chosen(tmp_path: Path, serve: Callable[..., Client]) 
         assert text == "<｜begin▁of▁sentence｜>" + prompt
 
 
+def test_each_of_several_end_tokens_ends(tmp_path: Path, serve: Callable[..., Client]) -> None:
+    path = write_tiny(tmp_path / "m", "llama")
+    tokenizer_file(path, TOKENS)
+    model: Any = load_engine(path, EngineConfig(max_context=512))
+    plain = (model.bos_token_id, *model.tokenizer.encode_text(PROMPT))
+    text = greedy(model.runner, plain, 12)
+    end = next(i for i, t in enumerate(text) if i and t not in text[:i] and t != 1)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, text[end]]}))
+    client = serve(path)
+    answer = client.complete(PROMPT, max_tokens=12, temperature=0).json()
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == end + 1
+    assert answer["choices"][0]["text"] == model.tokenizer.decode(text[:end])
+    answer = client.complete(PROMPT, max_tokens=12, temperature=0, ignore_eos=True).json()
+    assert answer["usage"]["completion_tokens"] == 12
+
+
 @pytest.mark.parametrize("kind", ["v3", "v4"])
 def test_conversations_are_kept(kind: str, tmp_path: Path, serve: Callable[..., Client]) -> None:
     """The same prompt again starts from the cache and goes on with the same text."""
