@@ -63,7 +63,7 @@ class EngineConfig:
     numerics: Numerics = "exact"
     prefill: Prefill = "full"
     device: Device = "cpu"
-    """Where the model runs. On a GPU: DeepSeek-V4.1, quant numerics, full prefill."""
+    """Where the model runs. On a GPU: DeepSeek-V4.1, quant numerics."""
     load: Load = "checkpoint"
     """`dummy`: random weights of the checkpoint's sizes, for measurements on a GPU."""
     expert_pool: int | None = None
@@ -84,8 +84,9 @@ class EngineConfig:
     """Waiting requests of one tenant; one more is answered 429. None: the whole queue."""
     max_queue: int = 256
     """Requests that may wait; one more is answered 503."""
-    prefill_chunk: int = 256
-    """Rows of a step, drafts aside: prompt tokens between two looks at other requests."""
+    prefill_chunk: int | None = None
+    """Rows of a step, drafts aside: prompt tokens between two looks at other requests. None: 256;
+    encoder prefill on a GPU: at most 8,192, as memory allows."""
     max_stall_ms: float = 100.0
     """What parts of prompts may take in a step in which others wait for their next token."""
     drafts: int | None = None
@@ -126,7 +127,7 @@ class EngineConfig:
             value = getattr(self, name)
             choices = get_args(kind)
             _require(value in choices, f"engine.{name}", value, "one of " + ", ".join(choices))
-        for name in ("max_running", "max_queue", "prefill_chunk", "tp"):
+        for name in ("max_running", "max_queue", "tp"):
             value = getattr(self, name)
             _require(_is_int(value) and value >= 1, f"engine.{name}", value, "an integer >= 1")
         ok = self.drafts is None or (_is_int(self.drafts) and self.drafts >= 0)
@@ -138,7 +139,8 @@ class EngineConfig:
         _require(ok, "engine.cost_table", self.cost_table, "a file name, or absent")
         self._check_cache()
         self._check_device()
-        for name in ("max_context", "expert_pool", "threads", "tenant_running", "tenant_queue"):
+        optional = ("max_context", "expert_pool", "threads", "tenant_running", "tenant_queue")
+        for name in (*optional, "prefill_chunk"):
             value = getattr(self, name)
             ok = value is None or (_is_int(value) and value >= 1)
             _require(ok, f"engine.{name}", value, "an integer >= 1, or absent")
@@ -158,7 +160,8 @@ class EngineConfig:
             return
         rule = "on a GPU (the kernels compute nothing else)"
         _require(self.numerics == "quant", "engine.numerics", self.numerics, f'"quant" {rule}')
-        _require(self.prefill == "full", "engine.prefill", self.prefill, f'"full" {rule}')
+        ok = self.tp == 1 or self.prefill == "full"
+        _require(ok, "engine.prefill", self.prefill, '"full" with tp above 1 on GPUs')
         ok = self.tp == 1 or self.load == "checkpoint"
         _require(ok, "engine.load", self.load, '"checkpoint" with tp above 1')
 

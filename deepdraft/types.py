@@ -184,6 +184,17 @@ class StepTrace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptProgress:
+    """How far a long prompt is read: tokens done and in all, the rate of late, what is left."""
+
+    done: int
+    total: int
+    tokens_per_second: float
+    seconds_left: float
+    """At that rate; later parts see more and take longer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent:
     """New tokens of one request. The last event of a request carries `finish_reason`."""
 
@@ -200,3 +211,5 @@ class TokenEvent:
     """In the last event of a request that was decoded."""
     step: StepTrace | None = None
     """How the step went that gave these tokens, where it was asked for."""
+    progress: PromptProgress | None = None
+    """Of the prompt, now and then while it is read; such an event has no tokens."""

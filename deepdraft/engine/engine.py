@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -17,8 +17,9 @@ from torch import Tensor
 from deepdraft.engine.endings import Endings
 from deepdraft.engine.events import AsyncEvents, Events
 from deepdraft.engine.fair import TenantLimits
-from deepdraft.engine.pace import Pace
+from deepdraft.engine.pace import LEAST_ROWS, STEP_ROWS, Pace
 from deepdraft.engine.protocol import JoiningRunner, ModelRunner, ParkingRunner
+from deepdraft.engine.reading import Reading
 from deepdraft.engine.request import EventSink, Request, Wake, check_request
 from deepdraft.engine.sampler import Choice, Sampler
 from deepdraft.engine.scheduler import Limits, PrefillChunk, Scheduler
@@ -26,7 +27,6 @@ from deepdraft.engine.speculate import FATAL, Block, Outcome, Speculation, Specu
 from deepdraft.errors import DeepdraftError, EngineError, Overloaded, RequestError
 from deepdraft.telemetry import Counters, logger
 from deepdraft.types import (
-    DecodeStats,
     FinishReason,
     GenerateRequest,
     StepTrace,
@@ -54,7 +54,7 @@ class Engine:
         *,
         max_queue: int = 256,
         max_running: int = 4,
-        prefill_chunk: int = 256,
+        prefill_chunk: int | None = None,
         max_stall_ms: float = 100.0,
         max_parked: int = 0,
         preempt_after_s: float = 1.0,
@@ -64,9 +64,10 @@ class Engine:
         reuse: "Reuse | None" = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`prefill_chunk`: rows of a step, drafts aside. `max_stall_ms`: what a part of a prompt
-        may take while others wait for their next token. `max_parked`: preempted sequences at most.
-        `reuse`: the KV cache; None: every prompt is computed."""
+        """`prefill_chunk`: rows of a step, drafts aside; None: what the runner reads at once.
+        `max_stall_ms`: what a part of a prompt may take while others wait for their next token.
+        `max_parked`: preempted sequences at most. `reuse`: the KV cache; None: every prompt is
+        computed."""
         self.runner, self.reuse = runner, reuse
         self.counters = Counters()
         self.endings = Endings()
@@ -74,13 +75,18 @@ class Engine:
         self.speculator = Speculator(runner, sampler, speculation or Speculation())
         self._ahead = runner.ahead() if hasattr(runner, "ahead") else None
         self._clock = clock
-        self._pace = Pace(max_stall_ms)
+        # Of a prompt's part. What other programs take of the processor is not its own time: smaller
+        # parts would only cost more.
+        computes_here = getattr(runner, "computes_here", False)
+        self._busy = time.thread_time if computes_here else time.perf_counter
+        self._pace = Pace(max_stall_ms, least_rows=getattr(runner, "least_rows", LEAST_ROWS))
+        self._reading = Reading()
         room = getattr(runner, "num_sequences", max_running)
         self._scheduler = Scheduler(
             Limits(
                 max_queue=max_queue,
                 max_running=min(max_running, room),
-                step_rows=prefill_chunk,
+                step_rows=prefill_chunk or getattr(runner, "prefill_rows", STEP_ROWS),
                 max_parked=max_parked if hasattr(runner, "park") else 0,
                 preempt_after_s=preempt_after_s,
             ),
@@ -323,7 +329,7 @@ class Engine:
         return groups
 
     def _prefill(self, chunks: Sequence[PrefillChunk]) -> None:
-        begin, batch = time.perf_counter(), [c.request for c in chunks]
+        begin, busy, batch = time.perf_counter(), self._busy(), [c.request for c in chunks]
         parts = [c.request.context(c.start, c.end) for c in chunks]
         logits: Sequence[Tensor | None]
         try:
@@ -343,10 +349,11 @@ class Engine:
                     self._prefill([chunk])
             return
         took_s, num_rows = time.perf_counter() - begin, sum(map(len, parts))
-        self._pace.observe(num_rows, 1e3 * took_s)
+        self._pace.observe(num_rows, 1e3 * (self._busy() - busy))
         if self.reuse is not None:
             self.reuse.note_prefill(num_rows, took_s)
-        self.counters.add("prompt_tokens", num_rows)
+        for name, amount in (("tokens", num_rows), ("parts", 1), ("us", round(1e6 * took_s))):
+            self.counters.add(f"prompt_{name}", amount)
         for chunk, logits_V in zip(chunks, logits, strict=True):
             self._charge(chunk.request, chunk.end - chunk.start)
             self._read_to(chunk, logits_V)
@@ -368,6 +375,10 @@ class Engine:
             outcome = self._judge(block, logits_V.unsqueeze(0))
             if outcome is not None:
                 self._apply(block, outcome, ms=1e3 * (time.perf_counter() - request.opened))
+        elif not chunk.final:
+            progress = self._reading.after(request, chunk.start, self._clock())
+            if progress is not None:
+                self._emit(request, progress=progress)
         if self.reuse is not None and request.finished is None:
             self.reuse.after_prefill(request)
 
@@ -506,7 +517,7 @@ class Engine:
             # Whoever ends an answer early, by a stop string, has the counters up to there.
             report = request.source.speculation.report
             stats = request.record.stats(request.rule) if report else None
-            self._emit(request, token_ids, logprobs, stats=stats, step=step)
+            self._emit(request, token_ids, logprobs=logprobs, stats=stats, step=step)
         if outcome.error is not None:
             self._finish(request, "error", error=outcome.error)
         elif block.token_ids:
@@ -549,28 +560,17 @@ class Engine:
         self.counters.add(f"finished_{reason}")
         stats = request.record.stats(request.rule)
         self.endings.note(request, reason, stats, self._clock())
-        self._emit(request, token_ids, logprobs, reason, error, stats, step)
+        more = {"finish_reason": reason, "error": error, "stats": stats, "step": step}
+        self._emit(request, token_ids, logprobs=logprobs, **more)
 
-    def _emit(
-        self,
-        request: Request,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[TokenLogprob, ...] = (),
-        reason: FinishReason | None = None,
-        error: str | None = None,
-        stats: DecodeStats | None = None,
-        step: StepTrace | None = None,
-    ) -> None:
+    def _emit(self, request: Request, token_ids: tuple[int, ...] = (), **more: Any) -> None:
+        """Sends an event; `more`: of `TokenEvent`."""
         event = TokenEvent(
             request_id=request.request_id,
             token_ids=token_ids,
-            logprobs=logprobs,
-            finish_reason=reason,
-            error=error,
             at_fault=request.at_fault,
             cached=request.cached,
-            stats=stats,
-            step=step,
+            **more,
         )
         try:
             wake = request.sink(event)
@@ -596,5 +596,5 @@ class Engine:
             self._wake.notify_all()
         for request in requests:
             request.finished = "error"
-            self._emit(request, (), reason="error", error=message)
+            self._emit(request, finish_reason="error", error=message)
         self._wake_readers()

@@ -1,26 +1,33 @@
 """A runner on one GPU: the kernels' model behind the calls of `engine.runner`.
 
-Owns: what a GPU must have before a model is loaded on it, random weights instead of a checkpoint's.
+Owns: what a GPU must have before a model is loaded on it, how its memory is divided, random weights
+instead of a checkpoint's.
 Knows nothing of: requests, the kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from deepdraft.arch import V41Args
 from deepdraft.checkpoint.families import load_model_args
 from deepdraft.checkpoint.names import tensor_table
 from deepdraft.engine.ahead import Ahead
 from deepdraft.engine.dummy import DummyWeights, dummy_args
+from deepdraft.engine.pace import LEAST_ROWS, STEP_ROWS
 from deepdraft.engine.runner import Runner, checked_token_map
-from deepdraft.errors import ConfigError
+from deepdraft.errors import ConfigError, StateError
+from deepdraft.models.deepseek_v41 import PrefillMode
 from deepdraft.models.layers import WeightSource
+from deepdraft.models.state import SequenceState
 from deepdraft.models.v41_device import DevicePool, DeviceV41
+from deepdraft.models.v41_prefill_layers import Plans
+from deepdraft.models.v41_prefill_plan import CHUNKS, PrefillPlan, plan_prefill
 from deepdraft.text.tokenizer import Tokenizer
 
 LEAST_CAPABILITY = (9, 0)
@@ -28,6 +35,10 @@ LEAST_CAPABILITY = (9, 0)
 _WORK_BYTES = 2 << 30
 """Set aside for captured steps and what a step makes."""
 _DUMMY_TABLE_ROWS = 1 << 20
+_CHUNK_ROWS = 8192
+"""Rows of a chunk of encoder prefill: longer ones gain little, and hold up who waits."""
+_LEAST_ROWS = 256
+"""Fewer rows take no less time: a chunk reads the weights of all experts that it meets."""
 
 
 class Sizes:
@@ -39,10 +50,30 @@ class Sizes:
 
 
 class GpuRunner(Runner):
-    """Runs prompts and steps on one GPU (quant numerics, full prefill)."""
+    """Runs prompts and steps on one GPU (quant numerics)."""
 
     model: DeviceV41  # type: ignore[assignment]
     pool: DevicePool  # type: ignore[assignment]
+
+    @property
+    def prefill_rows(self) -> int:
+        """Rows of a prompt that are read at once."""
+        return self.model.prefill_chunk or STEP_ROWS
+
+    @property
+    def least_rows(self) -> int:
+        """Rows of a prompt that are worth reading at once."""
+        return _LEAST_ROWS if self.model.prefill_chunk else LEAST_ROWS
+
+    def prefill(
+        self, sequence: SequenceState, token_ids: Sequence[int], *, final: bool
+    ) -> Tensor | None:
+        """As `Runner.prefill`; waits for the device, so that a chunk's time is known and a fault
+        of it is that prompt's."""
+        logits = super().prefill(sequence, token_ids, final=final)
+        if self.model.prefill_chunk:
+            self.model.synchronize()
+        return logits
 
     def ahead(self) -> Ahead:
         """Decoding on the device, for the requests that allow it."""
@@ -61,11 +92,15 @@ class GpuRunner(Runner):
         dummy: bool = False,
         expert_pool: int | None = None,
         state_bytes: int | None = None,
+        prefill: PrefillMode = "full",
+        prefill_chunk: int | None = None,
+        prefill_plans: Plans | None = None,
         device: torch.device | str = "cuda",
     ) -> Self:
         """Load the model of a `Checkpoint` or another source of weights with `args`; or (`dummy`)
-        random weights of its sizes (`Sizes`) with at most `expert_pool` routed experts. Errors say
-        what the GPU lacks, or name the tensor."""
+        random weights of its sizes (`Sizes`) with at most `expert_pool` routed experts.
+        `prefill_chunk`: rows of a chunk of encoder prefill at most. Errors say what the GPU lacks,
+        or name the tensor."""
         args = checkpoint.args
         if not isinstance(args, V41Args):
             raise ConfigError(
@@ -82,17 +117,43 @@ class GpuRunner(Runner):
             if tokenizer is None:
                 raise ConfigError("a model with Engram layers needs its tokenizer.json")
             token_map = checked_token_map(checkpoint, tokenizer)
-        model = DeviceV41(args, source, token_map, device=device, drafter=drafter)
-        if torch.device(device).type == "cuda":
-            room = torch.cuda.mem_get_info()[0] - _WORK_BYTES
+        model = DeviceV41(
+            args, source, token_map, device=device, drafter=drafter, prefill_plans=prefill_plans
+        )
+        on_gpu = torch.device(device).type == "cuda"
+        room = torch.cuda.mem_get_info()[0] - _WORK_BYTES if on_gpu else 1 << 62
+        if prefill == "encoder":
+            plan = prefill_plan(args, max_context, room, prefill_chunk)
+            model.prefill_chunk = plan.rows
+            room -= plan.workspace
+        if on_gpu:
             state_bytes = room if state_bytes is None else min(state_bytes, room)
-        return cls(
+        runner = cls(
             model,
+            prefill=prefill,
             max_context=max_context,
             num_sequences=num_sequences,
             num_drafts=num_drafts,
             state_bytes=state_bytes,
         )
+        if on_gpu:
+            model.warm_prefill()
+        return runner
+
+
+def prefill_plan(
+    args: V41Args, max_context: int | None, room: int, chunk: int | None
+) -> PrefillPlan:
+    """Rows of a chunk, at most `chunk`, beside at least one sequence of the longest text in `room`
+    bytes. Raises ConfigError where none fits, which says what would."""
+    most = _CHUNK_ROWS if chunk is None else max(8, chunk // 8 * 8)
+    chunks = tuple(dict.fromkeys((most, *(rows for rows in CHUNKS if rows < most))))
+    try:
+        return plan_prefill(args, max_context or args.max_position_embeddings, room, chunks=chunks)
+    except StateError as error:
+        raise ConfigError(
+            f"encoder prefill does not fit: {error.message}; lower max_context"
+        ) from (error)
 
 
 def weight_bytes(args: V41Args, *, drafter: bool) -> int:

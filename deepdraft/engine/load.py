@@ -169,7 +169,13 @@ def _gpu_runner(
             source = DeviceSource(checkpoint, "cuda", progress=Bar("weights"))
             checkpoint = stack.enter_context(source)
         return GpuRunner.from_checkpoint(
-            checkpoint, tokenizer, dummy=dummy, expert_pool=options.expert_pool, **more
+            checkpoint,
+            tokenizer,
+            dummy=dummy,
+            expert_pool=options.expert_pool,
+            prefill=options.prefill,
+            prefill_chunk=options.prefill_chunk,
+            **more,
         )
 
 

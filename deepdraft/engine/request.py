@@ -130,6 +130,8 @@ class Request:
     """Its state may hold NaN or infinities."""
     opened: float = 0.0
     """When it first got a sequence, by the engine's clock."""
+    told: tuple[float, int] | None = None
+    """When its reader last heard of the prompt's progress, and how far it was."""
     answered: float = 0.0
     """When its first token was chosen."""
     cancelled: bool = False

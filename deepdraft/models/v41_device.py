@@ -1,8 +1,8 @@
 """A V4.1 model that runs on the kernels and is used like the torch reference.
 
 Owns: sequences whose rows are packed records on the device, steps captured by padded row count, the
-drafter's calls. Full prefill only: a prompt is steps of the same kernels, so a row's bits do not
-depend on how a text was cut.
+drafter's calls. A prompt is steps of the same kernels, so a row's bits do not depend on how a text
+was cut; or, where it is asked for, encoder prefill by other kernels (`v41_prefill`).
 Knows nothing of: requests, sampling, files.
 
 Letters: R rows of a step, B drafts of a block, D hidden, V vocabulary.
@@ -22,7 +22,7 @@ from deepdraft.arch import V41Args
 from deepdraft.errors import ConfigError, EngineError, StateError
 from deepdraft.kernels import gemv, markov
 from deepdraft.kernels.runtime import pad_rows, padded_rows, use_programmatic_launch
-from deepdraft.models.deepseek_v41 import DeepseekV41, Record, StepOutput, Work
+from deepdraft.models.deepseek_v41 import DeepseekV41, PrefillMode, Record, StepOutput, Work
 from deepdraft.models.dspark import DraftStart, Refined
 from deepdraft.models.layers import WeightSource, make_numerics
 from deepdraft.models.state import SequenceState, StatePool
@@ -30,6 +30,8 @@ from deepdraft.models.v41_buffers import DECODER, DRAFTER, ENCODER, DeviceCaches
 from deepdraft.models.v41_draft import DeviceDrafter
 from deepdraft.models.v41_joins import Joins
 from deepdraft.models.v41_loop import DeviceLoop, DeviceSettings
+from deepdraft.models.v41_prefill import DevicePrefill
+from deepdraft.models.v41_prefill_layers import Plans
 from deepdraft.models.v41_step import DeviceStep, Output
 from deepdraft.models.v41_weights import ModelWeights, load_weights
 
@@ -128,9 +130,14 @@ class DeviceV41(DeepseekV41):
         tables_on_host: bool = True,
         graphs: bool = True,
         joins: Joins | None = None,
+        prefill_chunk: int = 0,
+        prefill_plans: Plans | None = None,
     ) -> None:
         """As `DeepseekV41`. `graphs`: steps are captured (on a GPU). `joins`: of a rank of several,
-        whose parts of the weights `source` gives."""
+        whose parts of the weights `source` gives. `prefill_chunk`: rows of a chunk of encoder
+        prefill, which may be set until a pool is made; 0: it is refused."""
+        if prefill_chunk and joins is not None:
+            raise ConfigError("encoder prefill is not split over ranks yet; leave prefill_chunk 0")
         self.joins = joins or Joins()
         self.args = args
         self.device = device
@@ -145,6 +152,8 @@ class DeviceV41(DeepseekV41):
         use_programmatic_launch(self._graphs)
         self._step: DeviceStep | None = None
         self._captured: dict[int, _Captured] = {}
+        self._prefill: DevicePrefill | None = None
+        self.prefill_chunk, self._prefill_plans = prefill_chunk, prefill_plans
 
     def new_pool(self, num_sequences: int, max_tokens: int, slack: int = 16) -> DevicePool:
         """State for this many sequences. The model works on the pool made last: captured steps
@@ -158,6 +167,10 @@ class DeviceV41(DeepseekV41):
         )
         self._step = DeviceStep(self.weights, pool.caches, joins=self.joins)
         self._captured.clear()
+        if self.prefill_chunk:
+            self._prefill = DevicePrefill(
+                self.weights, pool.caches, chunk=self.prefill_chunk, plans=self._prefill_plans
+            )
         if isinstance(self.drafter, DraftModel):
             self.drafter.bind(pool)
         return pool
@@ -252,10 +265,43 @@ class DeviceV41(DeepseekV41):
         if self.weights.device.type == "cuda":
             torch.cuda.synchronize()
 
+    def _prefill_of(self, state: SequenceState) -> DevicePrefill:
+        if self._prefill is None:
+            raise ConfigError(
+                "this model was loaded without encoder prefill, which replays need too; "
+                "set prefill to encoder"
+            )
+        if self._prefill.layers.caches is not state.pool.caches:  # type: ignore[attr-defined]
+            raise StateError("this model runs on the pool that it made last")
+        return self._prefill
+
+    @torch.inference_mode()
+    def warm_prefill(self) -> None:
+        """Compile the kernels of chunks and take the memory that they need."""
+        if self._prefill is not None:
+            with enough_memory("the memory of prompts was taken"):
+                self._prefill.warm()
+            self.synchronize()
+
     def _encode(self, state: SequenceState, ids: list[int]) -> None:
-        raise ConfigError(
-            "encoder prefill and replays are not there on a GPU yet; use --prefill full"
-        )
+        prefill, pool = self._prefill_of(state), state.pool
+        assert isinstance(pool, DevicePool)
+        start = state.num_tokens if state.replay_from is None else state.replay_from
+        pool.prepare(state, start, state.num_tokens + len(ids))
+        with enough_memory("a prompt was read"):
+            prefill.encode(state, ids)
+
+    def _replay_decoder(
+        self, state: SequenceState, mode: PrefillMode, logits: str, feed: bool
+    ) -> StepOutput:
+        before = state.drafter_tokens
+        with enough_memory("a prompt was read"):
+            scores, taps, start = self._prefill_of(state).replay(state, all_rows=logits == "all")
+        if feed and taps is not None:
+            if start > before:
+                state.drafter_floor = start
+            self.feed_drafter(state, taps, start)
+        return StepOutput(None if logits == "none" else scores, taps)
 
     def rebuild_windows(self, state: SequenceState, *, feed_drafter: bool = False) -> None:
         """Not there yet: a snapshot cannot be continued on a GPU."""
@@ -263,7 +309,7 @@ class DeviceV41(DeepseekV41):
 
 
 @contextlib.contextmanager
-def enough_memory() -> Generator[None]:
+def enough_memory(when: str = "a step was captured") -> Generator[None]:
     """EngineError, which says what to do, in place of torch's own where memory runs out."""
     try:
         yield
@@ -271,8 +317,8 @@ def enough_memory() -> Generator[None]:
         torch.cuda.empty_cache()
         reason = str(error).partition(". ")[0][:200]
         raise EngineError(
-            f"the GPU's memory ran out while a step was captured ({reason}): lower max_context, "
-            "max_running or state_memory"
+            f"the GPU's memory ran out while {when} ({reason}): lower max_context, max_running or "
+            "state_memory"
         ) from error
 
 

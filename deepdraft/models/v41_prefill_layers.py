@@ -177,9 +177,7 @@ class PrefillLayers:
     ) -> None:
         self.weights, self.caches, self.args = weights, caches, weights.args
         self.plans = plans or Plans()
-        self._mixes = [
-            tuple(_mix(w) for w in (layer.mix_attn, layer.mix_ffn)) for layer in weights.layers
-        ]
+        self._mixes: list[tuple[Mix, Mix]] = []
         self.first_mix = torch.zeros(self.args.hc_mult, device=weights.device)
         self.first_mix[0] = 1.0
         self.num_taps = sum(role.tap for role in self.args.roles) if weights.drafter else 0
@@ -215,6 +213,9 @@ class PrefillLayers:
         """These layers on the chunk; the last one's output waits in `flow`. `write`: the layers
         that own entries store them. taps bfloat16 [R, taps * D] receives the drafter's input."""
         args, number = self.args, 0
+        if not self._mixes:
+            # On first use: a pool that is only made to be measured needs none.
+            self._mixes = [(_mix(w.mix_attn), _mix(w.mix_ffn)) for w in self.weights.layers]
         for layer in layers:
             w, role = self.weights.layers[layer], args.roles[layer]
             if w.engram is not None:

@@ -136,7 +136,7 @@ class Job(ABC):
         ignores what the engine still sends.
         """
         choice = self._by_request[event.request_id]
-        if choice.finish_reason is not None:
+        if choice.finish_reason is not None or event.progress is not None:
             return []
         if event.finish_reason == "error":
             message = event.error or "the engine failed"

@@ -17,7 +17,7 @@ from deepdraft.errors import DeepdraftError
 from deepdraft.server.job import Job, Json
 from deepdraft.server.wire_errors import STOPS, error_body
 from deepdraft.telemetry import logger
-from deepdraft.types import TokenEvent
+from deepdraft.types import PromptProgress, TokenEvent
 
 _KEEP_ALIVE = b": keep-alive\n\n"
 _DONE = b"data: [DONE]\n\n"
@@ -36,6 +36,13 @@ class Wire:
     def frame(self, chunk: Json) -> bytes:
         """One chunk of a job as bytes."""
         return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+    def progress(self, progress: PromptProgress) -> bytes:
+        """How far the prompt is: a comment, which every client skips that does not look for it."""
+        return (
+            f": prompt {progress.done} of {progress.total} tokens, "
+            f"{progress.tokens_per_second:.0f} a second, {progress.seconds_left:.0f} s left\n\n"
+        ).encode()
 
     def error(self, error: BaseException) -> bytes:
         """An error after the stream has begun."""
@@ -125,6 +132,8 @@ def _read(
 ) -> None:
     """Appends the frames of events to `ready`, up to a fault."""
     for event in now:
+        if event.progress is not None:
+            ready.append(wire.progress(event.progress))
         for chunk in job.push(event):
             ready.append(wire.frame(chunk))
         if job.ended_early(event):

@@ -320,6 +320,14 @@ def test_a_pace_of_nothing_measured_or_no_time() -> None:
     assert pace.rows > 1 << 20
 
 
+def test_a_machine_whose_parts_cost_the_same_reads_no_less_than_is_worth_it() -> None:
+    pace = Pace(10.0, least_rows=256)
+    assert pace.rows == 256
+    for _ in range(20):
+        pace.observe(pace.rows, 30.0)
+    assert pace.rows == 256
+
+
 def test_answers_end_at_a_stop_token_or_at_the_limit() -> None:
     source = GenerateRequest(
         request_id="a", prompt_ids=(1, 2), max_new_tokens=3, stop_token_ids=frozenset({9})

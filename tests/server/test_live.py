@@ -163,6 +163,27 @@ def test_silence_in_a_stream_is_filled_with_comments(make_live: Callable[..., Li
     assert rest[-1] == "data: [DONE]"
 
 
+def test_a_long_prompt_says_how_far_it_is(
+    make_live: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In comments: between them and after them the stream is the usual one."""
+    monkeypatch.setattr("deepdraft.engine.reading.EVERY_S", 0.0)
+    live = make_live(engine={"prefill_chunk": 16})
+    live.toy.say("ok")
+    prompt = [{"role": "user", "content": "word " * 40}]
+    with httpx.stream(
+        "POST", f"{live.url}/v1/chat/completions", json=body(stream=True, messages=prompt)
+    ) as r:
+        lines = [line for line in r.iter_lines() if line]
+    told = [line for line in lines if line.startswith(": prompt ")]
+    found = [re.fullmatch(r": prompt (\d+) of (\d+) tokens, \d+ a second, \d+ s left", line)
+             for line in told]  # fmt: skip
+    done = [int(match[1]) for match in found if match is not None]
+    assert len(done) == len(told) >= 2 and done == list(range(16, 16 * len(done) + 1, 16))
+    rest = [line for line in lines if not line.startswith(": ")]
+    assert rest[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in rest)
+
+
 # Signals: the server as a process of its own
 
 

@@ -49,7 +49,7 @@ def test_what_cannot_run_is_refused():
         model.step([(state, [])])
     with pytest.raises(ConfigError, match="no record"):
         model.step([(state, [1])], record={})
-    with pytest.raises(ConfigError, match="full"):
+    with pytest.raises(ConfigError, match="prefill to encoder"):
         model.prefill(state, [1], mode="encoder")
     other = model.new_pool(1, 32, slack=8)
     with pytest.raises(StateError, match="made last"):

@@ -51,7 +51,10 @@ def test_a_gpu_that_cannot_run_the_model_is_refused_with_what_would(gpu, monkeyp
     ("settings", "says"),
     [
         ({"device": "cuda"}, "engine.numerics must be"),
-        ({"device": "cuda", "numerics": "quant", "prefill": "encoder"}, "engine.prefill must be"),
+        (
+            {"device": "cuda", "numerics": "quant", "prefill": "encoder", "tp": 2},
+            "engine.prefill must be",
+        ),
         ({"load": "dummy"}, "engine.load must be checkpoint on a CPU"),
         ({"device": "tpu"}, "engine.device must be one of cpu, cuda"),
         ({"expert_pool": 0}, "engine.expert_pool must be"),
@@ -85,6 +88,18 @@ def test_dummy_weights_are_seeded_by_name_and_hold_no_nan():
         for n, e in one.table.items()
         if e.format != "scale"
     )
+
+
+def test_the_memory_of_prompts_is_planned_or_refused_with_what_would_fit():
+    args = parse_args(json.loads(PUBLISHED.read_text()))
+    assert gpu_runner.prefill_plan(args, 1 << 20, 20 << 30, None).rows == 8192
+    assert gpu_runner.prefill_plan(args, 1 << 20, 20 << 30, 1000).rows == 1000
+    small = gpu_runner.prefill_plan(args, 1 << 20, 3 << 30, None)
+    assert 256 <= small.rows < 8192 and small.workspace + small.state <= 3 << 30
+    with pytest.raises(ConfigError, match=r"does not fit: .* (\d+) tokens would fit") as caught:
+        gpu_runner.prefill_plan(args, 1 << 20, 1 << 30, None)
+    fitting = int(str(caught.value).split(" tokens would fit")[0].split()[-1])
+    assert gpu_runner.prefill_plan(args, fitting, 1 << 30, None).rows == 256
 
 
 def test_dummy_weights_need_no_shards(tmp_path):
