@@ -13,36 +13,41 @@ from deepdraft.kv.snapshot import ChunkRef, Manifest
 from deepdraft.kv.store import CheckpointData, Chunk
 
 
-def known_chunks(cache: KvCache, manifest: Manifest) -> list[Chunk | int]:
+def names_of(cache: KvCache, manifest: Manifest) -> list[bytes]:
+    """Names of a manifest's whole chunks of global KV; approximated ones have none."""
+    return cache.chunk_keys(manifest.token_ids) if manifest.exact else []
+
+
+def known_chunks(cache: KvCache, manifest: Manifest, names: Sequence[bytes]) -> list[Chunk | int]:
     """For each chunk of a peer's manifest the same chunk here, held once more, or -1."""
-    keys = cache.chunk_keys(manifest.token_ids) if manifest.exact else []
     refs = manifest.all_chunks()
     out: list[Chunk | int] = [-1] * len(refs)
     with cache.lock:
-        for number, (key, ref) in enumerate(zip(keys, refs, strict=False)):
-            chunk = cache.memory.shared(key)
+        for number, (name, ref) in enumerate(zip(names, refs, strict=False)):
+            chunk = cache.memory.shared(name)
             if chunk is not None and chunk.digest == ref.digest:
                 cache.memory.hold([chunk])
                 out[number] = chunk
     return out
 
 
-def adopt(cache: KvCache, manifest: Manifest, parts: Sequence[int | Chunk]) -> int:
+def adopt(
+    cache: KvCache, manifest: Manifest, parts: Sequence[int | Chunk], names: Sequence[bytes]
+) -> int:
     """The entry's number.
 
     `manifest`: checked, with the cache's chunk size; `parts`: for each of its chunks in stored
     order a reserved slot whose bytes have the manifest's digest, or one of `known_chunks`, whose
-    hold is taken over.
+    hold is taken over. `names`: `names_of` the manifest.
     """
-    keys = cache.chunk_keys(manifest.token_ids) if manifest.exact else []
     free = iter(parts)
 
-    def chunks(refs: Sequence[ChunkRef], names: Sequence[bytes] = ()) -> list[Chunk]:
+    def chunks(refs: Sequence[ChunkRef], called: Sequence[bytes] = ()) -> list[Chunk]:
         out = []
         for number, ref in enumerate(refs):
             part = next(free)
             if isinstance(part, int):
-                name = names[number] if number < len(names) else None
+                name = called[number] if number < len(called) else None
                 part = cache.memory.chunk(part, ref.length, name)
                 part.digest = ref.digest
                 cache.memory.hold([part])
@@ -52,7 +57,7 @@ def adopt(cache: KvCache, manifest: Manifest, parts: Sequence[int | Chunk]) -> i
     entry = cache.memory.add(
         manifest.token_ids,
         exact=manifest.exact,
-        chunks=chunks(manifest.chunks, keys),
+        chunks=chunks(manifest.chunks, names),
         checkpoints=[CheckpointData(c.info, chunks(c.chunks)) for c in manifest.checkpoints],
     )
     assert next(free, None) is None, "a slot without a chunk"

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from deepdraft.kv import wire
-from deepdraft.kv.adopt import adopt, known_chunks
+from deepdraft.kv.adopt import adopt, known_chunks, names_of
 from deepdraft.kv.cache import KvCache
 from deepdraft.kv.directory import Record
 from deepdraft.kv.errors import SnapshotError, StoreFull
@@ -102,7 +102,9 @@ class Fetcher:
         self.counters = Counters()
         self._backoff: dict[Peer, float] = {}
 
-    def fetch(self, peer: Peer, key: str, record: Record, token_ids: Sequence[int]) -> Fetched:
+    def fetch(
+        self, peer: Peer, key: str, record: Record, token_ids: Sequence[int] | np.ndarray
+    ) -> Fetched:
         """Bring what the peer holds of `token_ids` into the local store. Blocks.
 
         Never raises for what a peer or a network can do; every outcome but hit means: compute.
@@ -158,7 +160,9 @@ class Fetcher:
             by=self.settings.connect_s,
         )
 
-    def _fetch(self, peer: Peer, key: str, record: Record, token_ids: Sequence[int]) -> Fetched:
+    def _fetch(
+        self, peer: Peer, key: str, record: Record, token_ids: Sequence[int] | np.ndarray
+    ) -> Fetched:
         nonce = secrets.token_bytes(wire.NONCE_BYTES)
         began = time.perf_counter()
         link = self._connect(peer)
@@ -217,7 +221,8 @@ class Fetcher:
         if max(ref.length for ref in refs) > memory.slab.slot_bytes:
             raise SnapshotError("the peer's chunks are larger than a slot here")
         # Chunks of earlier turns are here already, under the same name and digest.
-        parts: list[int | Chunk] = list(known_chunks(self.cache, wanted))
+        names = names_of(self.cache, wanted)
+        parts: list[int | Chunk] = list(known_chunks(self.cache, wanted, names))
         known = [part for part in parts if isinstance(part, Chunk)]
         slots: list[int] = []
         try:
@@ -239,7 +244,7 @@ class Fetcher:
             closed = _ask(link, wire.Close())
             if not isinstance(closed, wire.Closed) or not closed.valid:
                 raise SnapshotError("the peer's lease did not hold while it was read")
-            entry = adopt(self.cache, wanted, parts)
+            entry = adopt(self.cache, wanted, parts, names)
             slots, known = [], []
             read = sum(len(piece.into) for piece in work)
             return Fetched("hit", entry, wanted.num_tokens, read)

@@ -26,6 +26,7 @@ from deepdraft.kv.cache import KvCache
 from deepdraft.kv.costs import Costs
 from deepdraft.kv.directory import Directory, Record, RedisDirectory
 from deepdraft.kv.fetch import Fetched, Fetcher, Peer
+from deepdraft.kv.prefix import token_array
 from deepdraft.kv.settings import TransferSettings
 from deepdraft.kv.sidecar import Sidecar
 from deepdraft.kv.snapshot import Manifest
@@ -165,7 +166,7 @@ class Fleet:
             session.seen = self._call(self.directory.lookup(key))
             self.counters.add("lookup_none" if session.seen is None else "lookup_ok")
             if session.seen is not None:
-                session.fetched = self._bring(key, session.seen, token_ids)
+                session.fetched = self._bring(key, session.seen, token_array(token_ids))
         except Exception:
             self.counters.add("prepare_failed")
             logger.exception("a conversation could not be looked up")
@@ -186,7 +187,7 @@ class Fleet:
 
         self._call(others())
 
-    def _bring(self, key: str, seen: Record, token_ids: Sequence[int]) -> Fetched | None:
+    def _bring(self, key: str, seen: Record, token_ids: np.ndarray) -> Fetched | None:
         if not seen.sequence or seen.owner == self.owner or self.rule == "never":
             return None
         if seen.fingerprint != self.cache.expected.hex():

@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -34,17 +34,19 @@ def token_bytes(token_ids: Sequence[int] | np.ndarray) -> bytes:
     return token_array(token_ids).astype(">u4").tobytes()
 
 
-@dataclass(slots=True)
 class Node:
-    """Whole blocks from the root to here."""
+    """Whole blocks from the root to here. A long conversation makes thousands of them."""
 
-    children: dict[bytes, Node] = field(default_factory=dict)
-    owners: dict[bytes, set[int]] = field(default_factory=dict)
-    """Entries by their next block, or by their last tokens."""
-    keys: list[bytes] = field(default_factory=list)
-    """Sorted keys of `owners`."""
-    marks: dict[bytes, dict[int, int]] = field(default_factory=dict)
-    """Checkpoints less than a block further: their tokens -> {entry: label}."""
+    __slots__ = ("children", "keys", "marks", "owners")
+
+    def __init__(self) -> None:
+        self.children: dict[bytes, Node] = {}
+        self.owners: dict[bytes, set[int]] = {}
+        """Entries by their next block, or by their last tokens."""
+        self.keys: list[bytes] = []
+        """Sorted keys of `owners`."""
+        self.marks: dict[bytes, dict[int, int]] = {}
+        """Checkpoints less than a block further: their tokens -> {entry: label}."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +113,17 @@ class PrefixIndex:
         for key in [*blocks, tail]:
             if not key:
                 break
-            if key not in node.owners:
-                node.owners[key] = set()
-                insort(node.keys, key)
-            node.owners[key].add(entry)
+            owners = node.owners.get(key)
+            if owners is not None:
+                owners.add(entry)
+                if len(key) == self.block:
+                    node = node.children[key]
+                continue
+            node.owners[key] = {entry}
+            insort(node.keys, key)
             if len(key) == self.block:
-                node = node.children.setdefault(key, Node())
+                child = node.children[key] = Node()
+                node = child
         for position, label in self._marks[entry].items():
             node, rest = self._at(tokens, position)
             node.marks.setdefault(rest, {})[entry] = label

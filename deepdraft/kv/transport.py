@@ -57,7 +57,7 @@ class Pending(Protocol):
 
 
 class Feed(Protocol):
-    """What a transport takes its work from and gives it back to. Any thread may call."""
+    """What a reader of a transport takes its work from and gives it back to."""
 
     def take(self) -> Piece | None:
         """The next chunk to bring; None: there is none any more."""
@@ -88,48 +88,81 @@ class Transport(Protocol):
         ...
 
 
-class Reading:
-    """All chunks of a fetch by one transport, each verified in a thread beside."""
+class Line:
+    """A reader's `Feed`, and the check of what it brings: each reader has a checker beside it, so
+    that both grow with the number of connections."""
 
-    def __init__(self, transport: Transport, work: list[Piece], *, deadline_s: float) -> None:
-        self.transport, self.deadline_s = transport, deadline_s
-        self.num_pieces = self.unverified = len(work)
+    def __init__(self, take: Callable[[], Piece | None]) -> None:
+        self.take = take
+        self.verified = 0
         self.verify_s = 0.0
-        """Spent on digests, beside the arrival."""
-        self._work = deque(work)
+        """Spent on digests."""
         self._arrived: queue.SimpleQueue[tuple[Piece, int, int] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._error: Exception | None = None
-
-    def run(self) -> None:
-        """Returns when all bytes are there and right, else raises what went wrong first."""
-        end = time.monotonic() + self.deadline_s
-        readers = [
-            self._thread(lambda read=read: read(self))  # type: ignore[misc]
-            for read in self.transport.readers(self.num_pieces)
-        ]
-        checker = self._thread(self._check)
-        for thread in readers:
-            thread.join(max(0.0, end - time.monotonic()))
-            if thread.is_alive():
-                self._fail(TimeoutError("the fetch took longer than its deadline"))
-        for thread in readers:
-            thread.join()  # an aborted transport lets nobody wait
-        self._arrived.put(None)
-        checker.join()
-        self.transport.close()
-        if self._error is not None:
-            raise self._error
-        assert not self.unverified, f"{self.unverified} chunks were not read and verified"
-
-    def take(self) -> Piece | None:
-        """See `Feed`."""
-        with self._lock:
-            return self._work.popleft() if self._work else None
 
     def arrived(self, piece: Piece, at: int, length: int) -> None:
         """See `Feed`."""
         self._arrived.put((piece, at, length))
+
+    def end(self) -> None:
+        """Nothing more arrives."""
+        self._arrived.put(None)
+
+    def check(self) -> None:
+        """Until the end. Raises SnapshotError for a chunk that is not what was promised."""
+        while (arrived := self._arrived.get()) is not None:
+            piece, at, length = arrived
+            began = time.perf_counter()
+            piece.hash.update(piece.into[at : at + length])
+            self.verify_s += time.perf_counter() - began
+            if at + length < len(piece.into):
+                continue
+            if piece.hash.digest() != piece.ref.digest:
+                raise SnapshotError(f"chunk {piece.index} came damaged")
+            self.verified += 1
+
+
+class Reading:
+    """All chunks of a fetch by one transport, each verified while the next ones arrive."""
+
+    def __init__(self, transport: Transport, work: list[Piece], *, deadline_s: float) -> None:
+        self.transport, self.deadline_s = transport, deadline_s
+        self.num_pieces = len(work)
+        self._work = deque(work)
+        self._lines: list[Line] = []
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+
+    @property
+    def verify_s(self) -> float:
+        """Seconds spent on digests, beside the arrival."""
+        return sum(line.verify_s for line in self._lines)
+
+    def run(self) -> None:
+        """Returns when all bytes are there and right, else raises what went wrong first."""
+        end = time.monotonic() + self.deadline_s
+        readers, checkers = [], []
+        for read in self.transport.readers(self.num_pieces):
+            self._lines.append(line := Line(self._take))
+            readers.append(self._thread(lambda read=read, line=line: read(line)))  # type: ignore[misc]
+            checkers.append(self._thread(line.check))
+        for thread in readers:
+            thread.join(max(0.0, end - time.monotonic()))
+            if thread.is_alive():
+                self._fail(TimeoutError("the fetch took longer than its deadline"))
+        for thread, line in zip(readers, self._lines, strict=True):
+            thread.join()  # an aborted transport lets nobody wait
+            line.end()
+        for thread in checkers:
+            thread.join()
+        self.transport.close()
+        if self._error is not None:
+            raise self._error
+        left = self.num_pieces - sum(line.verified for line in self._lines)
+        assert not left, f"{left} chunks were not read and verified"
+
+    def _take(self) -> Piece | None:
+        with self._lock:
+            return self._work.popleft() if self._work else None
 
     def _thread(self, target: Callable[[], None]) -> threading.Thread:
         def run() -> None:
@@ -148,18 +181,6 @@ class Reading:
             self._error = self._error or error
             self._work.clear()
         self.transport.abort()
-
-    def _check(self) -> None:
-        while (arrived := self._arrived.get()) is not None:
-            piece, at, length = arrived
-            began = time.perf_counter()
-            piece.hash.update(piece.into[at : at + length])
-            self.verify_s += time.perf_counter() - began
-            if at + length < len(piece.into):
-                continue
-            if piece.hash.digest() != piece.ref.digest:
-                raise SnapshotError(f"chunk {piece.index} came damaged")
-            self.unverified -= 1
 
 
 class TcpTransport:
