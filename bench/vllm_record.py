@@ -32,7 +32,7 @@ from deepdraft.proof.parity.compare import text_difference
 from deepdraft.proof.parity.sources import from_transformers
 from deepdraft.proof.parity.target import Target, run
 from deepdraft.proof.tiny_write import write_tiny
-from tests.adapters.stacked import write_stacked
+from tests.checkpoint.stacked import write_stacked
 
 KINDS = {"coder": "llama", "v2-lite": "v2-lite", "v2": "v2", "v3": "v3", "stacked": "v3"}
 LENGTHS = (8, 200)
@@ -50,7 +50,7 @@ def measured(kind: str, folder: Path, python: str) -> dict[str, Any]:
     rng = random.Random(7)
     prompts = [[rng.randrange(8, 500) for _ in range(length)] for length in LENGTHS]
     vllm = VllmReference(served, timeout_s=TIMEOUT_S)(prompts, TOKENS)
-    target = Target.of(Checkpoint.open(path), read_config(path / "config.json"))
+    target = Target.of(Checkpoint.open(served), read_config(served / "config.json"))
     ours = [run(target, ids, greedy=TOKENS) for ids in prompts]
     theirs = [from_transformers(path, ids, greedy=TOKENS, python=python) for ids in prompts]
     tokens = {

@@ -19,14 +19,15 @@ from torch import Tensor
 
 from deepdraft.adapters import child, lmdeploy_child
 from deepdraft.adapters.environments import clean_environ, ready
-from deepdraft.adapters.layouts import read_headers, stacks
 from deepdraft.adapters.lmdeploy_launch import Launch, write_map
-from deepdraft.adapters.stacks import Splitter
 from deepdraft.arch import LlamaArgs
+from deepdraft.checkpoint.layouts import stacks
 from deepdraft.checkpoint.section import read_config
+from deepdraft.checkpoint.shards import read_headers
 from deepdraft.checkpoint.spec import ModelSpec
 from deepdraft.checkpoint.spec_maps import engine_fused
 from deepdraft.checkpoint.spec_weights import Rule, WeightMap, halves_from_pairs
+from deepdraft.checkpoint.stacks import Splitter
 from deepdraft.errors import ConfigError
 from deepdraft.ops.routing import choose, expert_scores, expert_weights
 

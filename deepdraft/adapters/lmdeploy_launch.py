@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from deepdraft.adapters.layouts import read, stacks
 from deepdraft.arch import DeepseekV2Args, DeepseekV3Args, LlamaArgs, V4Args, V41Args
+from deepdraft.checkpoint import stacks as splitter
+from deepdraft.checkpoint.layouts import read, stacks
 from deepdraft.checkpoint.spec_styles import missing_for
 from deepdraft.errors import ConfigError
 
 Engine = Literal["turbomind", "pytorch"]
-_HERE = Path(__file__).parent
-_PACKAGE = _HERE / "lmdeploy_package"
+_PACKAGE = Path(__file__).with_name("lmdeploy_package")
 _V4_RATIOS = {0, 4, 128}
 _MTP = ("deepseek_v3", "deepseek_v32")
 
@@ -142,9 +142,9 @@ def _check_drafts(config: dict[str, Any], drafts: int) -> None:
 def write_map(folder: Path) -> Path:
     """The module map for stacked experts, with what it imports, into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    splitter = (_HERE / "stacks.py").read_text()
-    splitter += f"\n\nSTACKS = {json.dumps(stacks(), indent=4)}\n"
-    (folder / "deepdraft_stacks.py").write_text(splitter)
+    source = Path(splitter.__file__).read_text()
+    source += f"\n\nSTACKS = {json.dumps(stacks(), indent=4)}\n"
+    (folder / "deepdraft_stacks.py").write_text(source)
     made = folder / "module_map.py"
     made.write_text((_PACKAGE / "module_map.py").read_text())
     return made

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from deepdraft.adapters.environments import Environment, clean_environ
-from deepdraft.adapters.layouts import read
 from deepdraft.arch import DeepseekV2Args, DeepseekV3Args, LlamaArgs, V4Args, V41Args
+from deepdraft.checkpoint.layouts import read
 from deepdraft.checkpoint.spec_styles import missing_for
 from deepdraft.errors import ConfigError
 

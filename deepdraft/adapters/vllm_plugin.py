@@ -17,23 +17,24 @@ from collections.abc import Generator
 from pathlib import Path
 
 from deepdraft import __version__
-from deepdraft.adapters.layouts import stacks
+from deepdraft.checkpoint import stacks as splitter
+from deepdraft.checkpoint.layouts import stacks
 from deepdraft.checkpoint.spec_styles import ENGINE_NEEDS
 from deepdraft.errors import ConfigError
 
 NAME = "deepdraft_vllm"
+_PACKAGE = Path(__file__).with_name("vllm_package")
 _FILES = {
-    "__init__.py": "vllm_package/plugin.py",
-    "models.py": "vllm_package/models.py",
-    "stacks.py": "stacks.py",
+    "__init__.py": _PACKAGE / "plugin.py",
+    "models.py": _PACKAGE / "models.py",
+    "stacks.py": Path(splitter.__file__),
 }
 _ZIP_TIME = (1980, 1, 1, 0, 0, 0)
 
 
 def files() -> dict[str, bytes]:
     """Path in the package -> content, metadata included."""
-    here = Path(__file__).parent
-    made = {f"{NAME}/{to}": (here / own).read_bytes() for to, own in _FILES.items()}
+    made = {f"{NAME}/{to}": own.read_bytes() for to, own in _FILES.items()}
     table = {"stacks": stacks(), "needs": ENGINE_NEEDS["vllm"]}
     made[f"{NAME}/map.json"] = (json.dumps(table, indent=1) + "\n").encode()
     about = f"{NAME}-{__version__}.dist-info"

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from deepdraft.arch import ModelArgs
 from deepdraft.checkpoint.families import load_model_args, model_table, unread_tensors
+from deepdraft.checkpoint.layouts import read_published
 from deepdraft.checkpoint.names import SKIP_RULES, Entry
-from deepdraft.checkpoint.shards import Nearest, Stored, check_headers, check_link, read_headers
+from deepdraft.checkpoint.shards import Nearest, Stored, check_headers, check_link
 from deepdraft.errors import CheckpointError
 from deepdraft.quant.blocks import BLOCK, dequantize_fp8_block
 from deepdraft.quant.formats import (
@@ -93,7 +94,7 @@ class Checkpoint:
             raise CheckpointError(f"{path} has no config.json; is it a checkpoint's directory?")
         check_link(path, config)
         args = load_model_args(config, accept_unknown=accept_unknown)
-        found = read_headers(path)
+        found, _ = read_published(path)
         table = model_table(args, found.stored)
         unread = unread_tensors(args, found.stored)
         checkpoint = cls(path, args, table, check_headers(found, table, frozenset(unread)))

@@ -12,8 +12,9 @@ from typing import Any
 from deepdraft.arch import V41Args
 from deepdraft.checkpoint import totals
 from deepdraft.checkpoint.families import load_model_args, model_table, unread_tensors
+from deepdraft.checkpoint.layouts import read_published
 from deepdraft.checkpoint.names import SKIP_RULES
-from deepdraft.checkpoint.shards import Stored, check_headers, read_headers
+from deepdraft.checkpoint.shards import Stored, check_headers
 
 _FLOAT_BYTES = 4
 
@@ -32,7 +33,7 @@ def inspect_family(path: Path, *, accept_keys: Iterable[str] = ()) -> dict[str, 
     if is_file:
         table = model_table(args, stored)
     else:
-        found = read_headers(path)
+        found, _ = read_published(path)
         unread = unread_tensors(args, found.stored)
         table = model_table(args, found.stored)
         stored = check_headers(found, table, frozenset(unread))

@@ -20,7 +20,7 @@ from deepdraft.adapters.vllm_up import parsed, running
 from deepdraft.cli.main import cli
 from deepdraft.errors import ConfigError, EngineError
 from deepdraft.proof.tiny_write import write_tiny
-from tests.adapters.stacked import write_stacked
+from tests.checkpoint.stacked import write_stacked
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from deepdraft.checkpoint.section import read_config
 from deepdraft.checkpoint.spec import ModelSpec
 from deepdraft.errors import ConfigError
 from deepdraft.proof.tiny_write import write_tiny
-from tests.adapters.stacked import write_stacked
+from tests.checkpoint.stacked import write_stacked
 
 
 def made(tmp_path: Path, kind: str, **options: Any) -> Path:

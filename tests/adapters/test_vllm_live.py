@@ -28,7 +28,7 @@ from deepdraft.adapters.vllm_reference import VllmReference
 from deepdraft.adapters.vllm_up import parsed, running
 from deepdraft.errors import ConfigError, EngineError
 from deepdraft.proof.tiny_write import write_tiny
-from tests.adapters.stacked import write_stacked
+from tests.checkpoint.stacked import write_stacked
 
 pytestmark = pytest.mark.full
 

@@ -14,12 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deepdraft.adapters import layouts, vllm_plugin
-from deepdraft.adapters.stacks import Splitter
+from deepdraft.adapters import vllm_plugin
 from deepdraft.adapters.vllm_launch import plan
+from deepdraft.checkpoint import layouts
+from deepdraft.checkpoint.stacks import Splitter
 from deepdraft.errors import CheckpointError, ConfigError
 from deepdraft.proof.tiny_write import write_tiny
-from tests.adapters.stacked import write_stacked
+from tests.checkpoint.stacked import write_stacked
 
 STACK = "model.layers.1.mlp.experts.gate_up_proj"
 
@@ -44,17 +45,6 @@ def test_stacks_split_into_the_published_tensors(published: Path, stacked: Path)
     assert got.keys() == wanted.keys()
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
     assert dict(Splitter(layouts.stacks()).published(wanted.items())).keys() == wanted.keys()
-
-
-def test_headers_tell_where_each_part_of_a_stack_lies(published: Path, stacked: Path) -> None:
-    found, layout = layouts.published(layouts.read_headers(stacked))
-    assert layout == "stacked"
-    wanted = load_file(published / "model.safetensors")
-    for name in ("model.layers.2.mlp.experts.3.up_proj.weight", "model.norm.weight"):
-        place = found.stored[name]
-        raw = place.shard.read_bytes()[place.start : place.end]
-        values = torch.frombuffer(bytearray(raw), dtype=torch.float32).view(place.shape)
-        assert torch.equal(values, wanted[name])
 
 
 def test_a_stacked_checkpoint_is_served_by_the_plugin(published: Path, stacked: Path) -> None:

@@ -20,6 +20,7 @@ from deepdraft.proof.doctor.finding import render
 from deepdraft.proof.doctor.run import examine
 from deepdraft.proof.tiny_families import KINDS
 from deepdraft.proof.tiny_write import write_tiny
+from tests.checkpoint.stacked import write_stacked
 from tests.doctor.sparse import write_sparse
 
 Tensors = dict[str, Tensor]
@@ -300,3 +301,23 @@ def test_static_checks_start_without_torch(tmp_path: Path) -> None:
         "sys.exit(10 if 'torch' in sys.modules else status)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "severity", "fix"),
+    [
+        ("v3", "native", None, ""),
+        ("v2", "vllm", "warning", "`deepdraft vllm up` brings"),
+        ("v3", "lmdeploy", "warning", "`deepdraft lmdeploy up` brings"),
+        ("v32", "vllm", "error", "save_pretrained"),
+    ],
+)
+def test_expert_stacks(
+    kind: str, engine: str, severity: str | None, fix: str, tmp_path: Path
+) -> None:
+    stacked = write_stacked(write_tiny(tmp_path / "a", kind, real_latents=True), tmp_path / "b")
+    report = examine(stacked, engine=engine, static_only=True)
+    found = [f for f in report.findings if f.cause == "model.layers.*.mlp.experts.gate_up_proj"]
+    assert [f.severity for f in found] == ([severity] if severity else [])
+    assert all(fix in f.fix and engine in f.what for f in found)
+    assert not any(f.check == "tensors" for f in report.findings)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from deepdraft.arch import DeepseekV2Args, DeepseekV3Args, LlamaArgs, V4Args, V41Args
+from deepdraft.checkpoint.layouts import Layout
 from deepdraft.checkpoint.section import show
 from deepdraft.checkpoint.spec import ModelSpec
 from deepdraft.checkpoint.spec_styles import missing_for
@@ -17,8 +18,10 @@ from deepdraft.proof.doctor.finding import Finding
 ENGINES = ("native", "vllm", "lmdeploy", "triton")
 
 
-def engine_checks(spec: ModelSpec, original: dict[str, Any], engine: str) -> Iterator[Finding]:
-    """Findings for `engine`; `original`: config.json as it is written."""
+def engine_checks(
+    spec: ModelSpec, original: dict[str, Any], engine: str, layout: Layout = "published"
+) -> Iterator[Finding]:
+    """Findings for `engine`; `original`: config.json as it is written; `layout` of the tensors."""
     if engine == "native":
         return
     for key, value in missing_for(engine, original).items():
@@ -39,10 +42,28 @@ def engine_checks(spec: ModelSpec, original: dict[str, Any], engine: str) -> Ite
             "write both styles, or check the engine's transformers version",
             "warning",
         )
+    if engine in ("vllm", "lmdeploy") and layout == "stacked":
+        yield _stacks(args, engine)
     if engine == "lmdeploy" and isinstance(args, V41Args):
         yield _cannot("lmdeploy", "model_type", "has no DeepSeek-V4.1 (0.18)")
     if engine == "vllm":
         yield from _vllm_cpu(args)
+
+
+def _stacks(args: Any, engine: str) -> Finding:
+    """Neither engine reads stacks by itself; our adapters split them for V2 and V3."""
+    severity, fix = "warning", f"`deepdraft {engine} up` brings what splits them; without drafts"
+    if getattr(args, "index_topk", 0):
+        severity = "error"
+        fix = "save it with save_pretrained of transformers, which writes experts one by one"
+    return Finding(
+        "engine",
+        "model.layers.*.mlp.experts.gate_up_proj",
+        f"all experts of a layer are one tensor, which {engine} does not know",
+        "the layout that transformers 5 has in memory; published files hold experts one by one",
+        fix,
+        severity,
+    )
 
 
 def _vllm_cpu(args: Any) -> Iterator[Finding]:

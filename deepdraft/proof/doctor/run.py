@@ -73,8 +73,8 @@ def examine(
 
     timed("static", static)
     if facts.spec is not None and engine != "native":
-        spec = facts.spec
-        timed("engine", lambda: engine_checks(spec, read_config(path / "config.json"), engine))
+        spec, original = facts.spec, read_config(path / "config.json")
+        timed("engine", lambda: engine_checks(spec, original, engine, facts.layout))
     if not static_only and not any(f.check == "tokenizer" for f in facts.findings):
         timed("tokenizer", lambda: _tokenizer(path))
     for name, why in _skipped(facts, static_only, full).items():

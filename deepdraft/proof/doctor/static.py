@@ -15,8 +15,9 @@ from typing import Any
 
 from deepdraft.arch import V4Args, V41Args
 from deepdraft.arch.decoder import yarn_mscale
+from deepdraft.checkpoint.layouts import Layout, read_published
 from deepdraft.checkpoint.section import read_config, show
-from deepdraft.checkpoint.shards import Found, Nearest, check_link, read_headers
+from deepdraft.checkpoint.shards import Found, Nearest, check_link
 from deepdraft.checkpoint.spec import ModelSpec
 from deepdraft.errors import CheckpointError, ConfigError
 from deepdraft.proof.doctor.accounting import Accounts, by_group, find_repairs
@@ -38,6 +39,7 @@ class Facts:
     path: Path
     spec: ModelSpec | None = None
     found: Found | None = None
+    layout: Layout = "published"
     accounts: Accounts | None = None
     findings: list[Finding] = field(default_factory=list)
 
@@ -104,7 +106,7 @@ def _broken(check: str, cause: str, what: str, fix: str) -> Finding:
 
 def _files(facts: Facts) -> Iterator[Finding]:
     try:
-        facts.found = read_headers(facts.path)
+        facts.found, facts.layout = read_published(facts.path)
     except CheckpointError as error:
         name = next((p.name for p in _children(facts.path) if p.name in error.message), "")
         yield _broken(

@@ -1,8 +1,9 @@
-"""How the tensors of a checkpoint are laid out, as far as other engines care.
+"""How the tensors of a checkpoint are laid out: as published, or with experts in stacks.
 
-Owns: recognising expert stacks (what `state_dict()` of transformers 5 holds: all experts of a layer
-in one tensor), strict accounting of either layout, before an engine takes a minute to fail.
-Knows nothing of: engines.
+Owns: recognising stacks (what `state_dict()` of transformers 5 holds: all experts of a layer in one
+tensor), telling their parts as published tensors, strict accounting of either layout.
+Knows nothing of: engines, values. A stack's parts lie one after the other, so that whoever reads
+bytes needs to know nothing of stacks.
 """
 
 from collections.abc import Iterable
@@ -11,12 +12,12 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
-from deepdraft.adapters.stacks import Splitter
 from deepdraft.checkpoint.families import model_table, unread_tensors
 from deepdraft.checkpoint.section import read_config
-from deepdraft.checkpoint.shards import Found, check_headers, read_headers
+from deepdraft.checkpoint.shards import Found, Stored, check_headers, read_headers
 from deepdraft.checkpoint.spec import ModelSpec
 from deepdraft.checkpoint.spec_maps import expert_stacks
+from deepdraft.checkpoint.stacks import Splitter
 from deepdraft.errors import CheckpointError, ConfigError
 
 Layout = Literal["published", "stacked"]
@@ -43,16 +44,23 @@ def read(
     except ConfigError as error:
         raise ConfigError(f"{path} has no readable config.json: {error}") from error
     spec = ModelSpec.of(config, accept_unknown=accept_unknown)
-    found, layout = published(read_headers(path))
+    found, layout = read_published(path)
     table = model_table(spec.args, found.stored)
     check_headers(found, table, frozenset(unread_tensors(spec.args, found.stored)))
     return config, spec, layout
 
 
+def read_published(path: Path) -> tuple[Found, Layout]:
+    """`read_headers`, with parts in place of stacks. Raises CheckpointError."""
+    return published(read_headers(path))
+
+
 def published(found: Found) -> tuple[Found, Layout]:
-    """The headers as those of published tensors: parts of a stack lie one after the other."""
+    """The headers as those of published tensors. Raises CheckpointError for a stack of another
+    form."""
     splitter = Splitter(stacks())
-    stored, layout = {}, "published"
+    stored: dict[str, Stored] = {}
+    split: dict[str, list[str]] = {}
     for name, place in found.stored.items():
         try:
             parts = splitter.parts(name, place.shape)
@@ -61,13 +69,15 @@ def published(found: Found) -> tuple[Found, Layout]:
         if parts is None:
             stored[name] = place
             continue
-        layout, at = "stacked", place.start
-        size = (place.end - place.start) // max(1, prod(place.shape))
+        split[name] = [own for own, _ in parts]
+        size, at = (place.end - place.start) // max(1, prod(place.shape)), place.start
         for own, form in parts:
             end = at + prod(form) * size
             stored[own] = replace(place, name=own, shape=form, start=at, end=end)
             at = end
-    if layout == "published":
+    if not split:
         return found, "published"
-    # The index, if there is one, names stacks.
-    return Found(found.directory, stored, found.twice, None), "stacked"
+    index = found.weight_map
+    if index is not None:
+        index = {own: file for name, file in index.items() for own in split.get(name, [name])}
+    return Found(found.directory, stored, found.twice, index), "stacked"

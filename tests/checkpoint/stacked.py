@@ -10,12 +10,12 @@ from deepdraft.proof.tiny_tokenizer import write_tokenizer
 from deepdraft.proof.tiny_write import write_directory
 
 
-def write_stacked(published: Path, out: Path) -> Path:
+def write_stacked(published: Path, out: Path, *, shards: int = 1) -> Path:
     """The same model with stacks."""
     tensors = load_file(published / "model.safetensors")
     plan = expert_stacks().plan({name: tuple(t.shape) for name, t in tensors.items()})
     made = {target: plan.read(target, tensors.__getitem__) for target in plan.pieces}
     config = read_config(published / "config.json")
-    write_directory(out, config, made)
+    write_directory(out, config, made, shards=shards)
     write_tokenizer(out, config["vocab_size"])
     return out
