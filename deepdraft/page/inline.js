@@ -5,6 +5,7 @@
 // characters at most, as a mark in it may still find its end.
 
 import { el } from "./dom.js";
+import { firstBehind } from "./tokens.js";
 
 const MAX_DEPTH = 8;
 const WINDOW = 2000; // a construct lies within so many characters, all of them known or it may still come
@@ -46,15 +47,16 @@ export class Inline {
     this.spans = this.parse(0, this.s.length, 0);
   }
 
-  // The outermost constructs of [i, end) as {begin, next, draw(parent)}.
-  parse(i, end, depth) {
+  // The outermost constructs of [i, end) as {begin, next, draw(parent)}. `linked`: in a link, which
+  // holds no other.
+  parse(i, end, depth, linked = false) {
     const spans = [];
     while (i < end) {
       SPECIAL.lastIndex = i;
       const found = SPECIAL.exec(this.s);
       if (!found || found.index >= end) break;
       i = found.index;
-      const span = depth < MAX_DEPTH ? this.span(found[0], i, end, depth) : false;
+      const span = depth < MAX_DEPTH ? this.span(found[0], i, end, depth, linked) : false;
       const open = depth === 0 && i > end - WINDOW;
       if (open && (span === null || (span && this.grows(span, end)))) {
         this.failed = Math.min(this.failed, i);
@@ -90,13 +92,7 @@ export class Inline {
   }
 
   segmentAt(i) {
-    let low = 0, high = this.starts.length - 1;
-    while (low < high) {
-      const mid = (low + high + 1) >> 1;
-      if (this.starts[mid] <= i) low = mid;
-      else high = mid - 1;
-    }
-    return low;
+    return Math.max(0, firstBehind(this.starts, i) - 1);
   }
 
   // Where a position of the source lies in this text.
@@ -123,12 +119,14 @@ export class Inline {
   }
 
   // The construct at i: {next, draw(parent)}, null where there is none yet, false where none can be.
-  span(mark, i, end, depth) {
+  span(mark, i, end, depth, linked) {
     if (i === 0 && this.before === mark && MARKS.includes(mark)) return false; // see seam
     if (mark === "\\") return this.escape(i, end);
     if (mark === "`") return this.code(i, end);
-    if (mark === "*" || mark === "_" || mark === "~") return this.emphasis(i, end, depth);
-    if (mark === "[" || mark === "![") return this.link(i, end, depth, mark === "![");
+    if (mark === "*" || mark === "_" || mark === "~") return this.emphasis(i, end, depth, linked);
+    if (mark === "![") return this.link(i, end, depth, linked, true);
+    if (linked) return false;
+    if (mark === "[") return this.link(i, end, depth, true, false);
     return this.address(mark, i, end);
   }
 
@@ -140,27 +138,33 @@ export class Inline {
 
   code(i, end) {
     const n = this.run(i, end);
-    const most = Math.min(end, i + WINDOW);
-    for (let j = i + n; j < most; j++) {
-      if (this.s[j] !== "`") continue;
-      const m = this.run(j, end);
-      if (j + m >= i + WINDOW) break;
-      if (m === n) {
-        let [a, b] = [i + n, j];
-        if (b - a > 2 && this.s[a] === " " && this.s[b - 1] === " ") { a++; b--; }
-        const draw = (parent) => {
-          const node = el("code");
-          this.text(node, a, b);
-          parent.append(node);
-        };
-        return { next: j + n, draw };
-      }
-      j += m - 1;
-    }
-    return null;
+    const j = this.ticks(n, i + n);
+    if (j + n >= i + WINDOW || j + n > end) return null;
+    let [a, b] = [i + n, j];
+    if (b - a > 2 && this.s[a] === " " && this.s[b - 1] === " ") { a++; b--; }
+    const draw = (parent) => {
+      const node = el("code");
+      this.text(node, a, b);
+      parent.append(node);
+    };
+    return { next: j + n, draw };
   }
 
-  emphasis(i, end, depth) {
+  // Where the next row of n backticks is from i on. The rows are looked for once: emphasis asks
+  // for the code in it again and again.
+  ticks(n, i) {
+    if (!this.rows) {
+      this.rows = new Map();
+      for (const { 0: row, index } of this.s.matchAll(/`+/g)) {
+        if (!this.rows.has(row.length)) this.rows.set(row.length, []);
+        this.rows.get(row.length).push(index);
+      }
+    }
+    const begins = this.rows.get(n) ?? [];
+    return begins[firstBehind(begins, i - 1)] ?? Infinity;
+  }
+
+  emphasis(i, end, depth, linked) {
     const s = this.s, c = s[i];
     const n = Math.min(this.run(i, end), c === "~" ? 2 : 3);
     if (i + n >= end) return null;
@@ -186,7 +190,7 @@ export class Inline {
           let node = el(c === "~" ? "del" : n === 1 ? "em" : "strong");
           const outer = node;
           if (n === 3) { node = el("em"); outer.append(node); }
-          this.draw(node, i + n, at, this.parse(i + n, at, depth + 1));
+          this.draw(node, i + n, at, this.parse(i + n, at, depth + 1, linked));
           parent.append(outer);
         };
         return { next: at + n, draw, loose };
@@ -196,7 +200,7 @@ export class Inline {
     return null;
   }
 
-  link(i, end, depth, image) {
+  link(i, end, depth, linked, image) {
     const s = this.s, open = i + (image ? 2 : 1);
     const most = Math.min(end, i + WINDOW);
     if (this.turn(i) >= most) return null;
@@ -216,7 +220,7 @@ export class Inline {
       // A picture is never fetched: its address alone would tell others of the reader.
       const node = href && !image ? anchor(href) : el(image ? "span.picture" : "span");
       if (image) node.title = rest[1];
-      this.draw(node, open, j - 1, this.parse(open, j - 1, depth + 1));
+      this.draw(node, open, j - 1, this.parse(open, j - 1, depth + 1, linked));
       parent.append(node);
     };
     return { next: j + rest[0].length, draw };
@@ -241,7 +245,7 @@ export class Inline {
       from = 1;
     } else {
       if (WORD.test(this.behind(i))) return false;
-      found = /^(https?:\/\/[^\s<>"'`)\]]*[^\s<>"'`)\].,;:!?])/.exec(s);
+      found = /^(https?:\/\/(?:[^\s<>"'`()\]]|\([^\s<>"'`()\]]*\))+(?<![.,;:!?]))/.exec(s);
     }
     const href = found && safeLink(found[1]);
     if (!href) return null;
@@ -301,7 +305,8 @@ export class GrowingText {
   // Draws lines [first, last). `sure`: up to there the source surely belongs to this text.
   draw(lines, first, last, sure, open) {
     if (this.at > lines[last - 1][1]) this.#restart(); // what seemed sure went to another block
-    while (this.node.childNodes.length > this.kept) this.node.lastChild.remove();
+    const { kept } = this;
+    const fresh = document.createDocumentFragment();
     const rest = lines.slice(first + this.line, last);
     rest[0] = [Math.max(this.at, rest[0][0]), rest[0][1]];
     const inline = new Inline(this.track, rest, this.before);
@@ -310,13 +315,38 @@ export class GrowingText {
       cut = inline.seam(Math.min(inline.indexOf(sure), inline.failed));
     }
     if (cut > 0) {
-      inline.draw(this.node, 0, cut);
-      this.kept = this.node.childNodes.length;
+      inline.draw(fresh, 0, cut);
+      this.kept += fresh.childNodes.length;
       const k = inline.segmentAt(cut);
       this.line += k;
       this.at = rest[k][0] + cut - inline.starts[k];
       this.before = inline.s[cut - 1];
     }
-    inline.draw(this.node, cut);
+    inline.draw(fresh, cut);
+    this.#renew(this.node.childNodes[kept] ?? null, fresh);
   }
+
+  // Puts what was drawn in the place of `old` and all behind it. What is there already stays: the
+  // reader may have selected it, or stand on a link in it.
+  #renew(old, fresh) {
+    while (old && fresh.firstChild && grown(old, fresh.firstChild)) {
+      fresh.firstChild.remove();
+      old = old.nextSibling;
+    }
+    while (old) {
+      const next = old.nextSibling;
+      old.remove();
+      old = next;
+    }
+    this.node.append(fresh);
+  }
+}
+
+// Whether a node is, or could be made, what was drawn anew.
+function grown(old, fresh) {
+  if (old.nodeType === Node.TEXT_NODE && fresh.nodeType === Node.TEXT_NODE) {
+    if (fresh.data.startsWith(old.data)) old.appendData(fresh.data.slice(old.length));
+    else if (old.data.startsWith(fresh.data)) old.splitText(fresh.length);
+  }
+  return old.isEqualNode(fresh);
 }

@@ -14,14 +14,15 @@ const MAX_DEPTH = 8;
 const TELLING = 24; // characters of a line that surely say what it begins
 const AT_ONCE = 4000; // characters taken in by one update, so that no frame is long
 
-const FENCE = /^( {0,3})(`{3,}|~{3,})[ \t]*([^\s`]*)[^`]*$/;
+// No pattern may take longer than in proportion to a line: a line is as long as the model likes.
+const FENCE = /^( {0,3})(`{3,}(?=[^`]*$)|~{3,})[ \t]*([^\s`]*)/;
 const PAGE = /^\s{0,3}<(?:!doctype\s{1,8}html|html[\s>])/i;
 const PAGE_END = /<\/html>/i;
 const HEADING = /^ {0,3}(#{1,6})[ \t]+/;
-const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
+const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t\r]*$/;
 const QUOTE = /^ {0,3}> ?/;
-const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])(?:[ \t]+|$)/;
-const DELIMITERS = /^ {0,3}\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
+const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])(?:[ \t]+|\r?$)/;
+const DELIMITERS = /^ {0,3}\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*(?:\|[ \t]*)?\r?$/;
 
 const OUT = 0, IN = 1, BLANK = 2, END = 3; // of a line: whether it belongs to a block, or ends it
 
@@ -258,7 +259,7 @@ class Item extends Block {
     this.node = el("li");
     list.append(this.node);
     this.inner = this.list.inside(this.node);
-    this.indent = new RegExp(`^ {0,${Math.max(2, this.mark.length)}}`);
+    this.indent = new RegExp(`^(?:\\t| {0,${Math.min(99, Math.max(2, this.mark.length))}})`);
   }
 
   takes(j, last, final) {
@@ -369,7 +370,6 @@ class Row {
     for (const cell of this.cells(line)) {
       if (!this.text) {
         const i = this.node.childNodes.length;
-        if (i >= Math.max(1, this.align.length)) break;
         const box = el(this.align[i] ? `${this.tag}.${this.align[i]}` : this.tag);
         this.node.append(box);
         this.text = new GrowingText(this.track, box);

@@ -38,6 +38,17 @@ export function readStep(raw) {
   };
 }
 
+// Which of ascending numbers is the first behind `position`.
+export function firstBehind(numbers, position) {
+  let low = 0, high = numbers.length;
+  while (low < high) {
+    const mid = (low + high) >> 1;
+    if (numbers[mid] <= position) low = mid + 1;
+    else high = mid;
+  }
+  return low;
+}
+
 // A growing text and its tokens. Text comes from the deltas, which are the truth; tokens come
 // from the step events and are laid over it. What cannot be matched stays without a token.
 export class Track {
@@ -94,7 +105,7 @@ export class Track {
   // Appends text [a, b) to a node, one span for each token.
   draw(parent, a, b) {
     if (a >= b) return;
-    let i = this.#at(a);
+    let i = firstBehind(this.ends, a);
     while (a < b) {
       while (i < this.tokens.length && this.ends[i] <= a) i++;
       if (i >= this.tokens.length || this.starts[i] >= b) {
@@ -110,16 +121,6 @@ export class Track {
       parent.append(span);
       a = to;
     }
-  }
-
-  #at(position) {
-    let low = 0, high = this.ends.length;
-    while (low < high) {
-      const mid = (low + high) >> 1;
-      if (this.ends[mid] <= position) low = mid + 1;
-      else high = mid;
-    }
-    return low;
   }
 }
 

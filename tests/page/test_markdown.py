@@ -1,5 +1,6 @@
 """Markdown: what is drawn, and how long text is parted (how answers grow: test_growing.py)."""
 
+import json
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -96,6 +97,32 @@ CASES = {
         '<a href="https://e.example/">https://e.example/</a> '
         '<a href="https://e.example/y">https://e.example/y</a>, <span>b</span> <span>d</span></p>',
     ),
+    "addresses with brackets": (
+        "(https://e.example/a_(b)_c) https://e.example/(x https://e.example/(.)",
+        '<p>(<a href="https://e.example/a_(b)_c">https://e.example/a_(b)_c</a>) '
+        '<a href="https://e.example/">https://e.example/</a>(x '
+        '<a href="https://e.example/(.)">https://e.example/(.)</a></p>',
+    ),
+    "links in a link": (
+        "[https://e.example/ *[a](https://e.example/a)* <https://e.example/>](https://e.example/x)",
+        '<p><a href="https://e.example/x">https://e.example/ <em>[a](https://e.example/a)</em> '
+        "&lt;https://e.example/&gt;</a></p>",
+    ),
+    "more cells than the head has": (
+        "|a|\n|-|\n|`b|c`|\n",
+        "<div><table><thead><tr><th>a</th></tr></thead><tbody><tr><td>`b</td><td>c`</td></tr>"
+        "</tbody></table></div>",
+    ),
+    "tabs before what lists hold": (
+        "- a\n\t- b\n\t\t1. c\n\t\t   d\n\n\te",
+        "<ul><li><p>a</p><ul><li><p>b</p><ol><li><p>c\nd</p></li></ol></li></ul><p>e</p></li></ul>",
+    ),
+    "line ends of another system": (
+        "a | b\r\n-|-\r\n1 | 2\r\n\r\n---\r\n-\r\n  c\r\n~~~ js `x`\r\nd\r\n~~~\r\n",
+        "<div><table><thead><tr><th>a</th><th>b</th></tr></thead><tbody><tr><td>1</td><td>2</td>"
+        "</tr></tbody></table></div><hr><ul><li><p>c\r</p></li></ul>"
+        "<div><pre><code>d\r\n</code></pre></div>",
+    ),
     "rules": ("a\n\n---\n\n***\nb", "<p>a</p><hr><hr><p>b</p>"),
     "paragraphs": ("a\nb\n\n\n\nc\n", "<p>a\nb</p><p>c</p>"),
     "a page": (
@@ -135,6 +162,31 @@ def test_long_hostile_marks(draw: Any) -> None:
         source = "a " + mark * (8000 // len(mark))
         drawn = draw(source, list(range(0, len(source), 1600)), True)
         assert len(drawn) > 1000, mark
+
+
+LONG = 60_000
+LINES = {
+    "marks of a fence": "~" * LONG + "`",
+    "name of a language": "~~~" + "a" * LONG + "`",
+    "line of delimiters": "a|b\n-|-" + " " * LONG + "x",
+    "rule": "- " * LONG + "x",
+    "space in a rule": "---" + " " * LONG + "x",
+    "heading": "#" + " " * LONG + "# " * LONG + "x",
+    "item": "-" + " " * LONG + "x\n\n  y",
+    "address": "https://" + "(.)" * LONG,
+    "link": "[a](" + " " * LONG + '"',
+}
+
+
+def test_no_line_is_too_long_for_a_pattern(draw: Any, browser: Any) -> None:
+    """Those that went back over a line again and again needed hours; the limit ends them."""
+    page = browser.contexts[-1].pages[-1]
+    page.evaluate(f"async () => {{ {DRAW_IN_PIECES} window.drawn = draw; }}")
+    devtools = page.context.new_cdp_session(page)
+    for name, line in LINES.items():
+        expression = f"drawn({json.dumps(line)}, [], false).childNodes.length"
+        answer = devtools.send("Runtime.evaluate", {"expression": expression, "timeout": 30_000})
+        assert answer["result"].get("value", 0) > 0, (name, answer)
 
 
 def test_a_long_paragraph_is_parted_where_nothing_is_torn(draw: Any) -> None:
