@@ -4,7 +4,10 @@ Owns: the list of fields, digests of a checkpoint's files and the file that reme
 Knows nothing of: snapshots' bytes, who compares fingerprints.
 """
 
+import functools
+import importlib.metadata
 import json
+import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,9 @@ from deepdraft.telemetry import logger
 DIGESTS_FILE = "file-digests.json"
 """Beside stored conversations: digests of the model's files by name, size, time and inode."""
 _KINDS = ("*.safetensors", "*.json")
+_PROGRAM = ("arch", "kv", "models", "ops", "parallel", "quant")
+"""Packages whose change may change a bit of stored state, or what it means."""
+_SOURCES = (".py", ".cu", ".cuh")
 _MAX_REMEMBERED_BYTES = 16 << 20
 
 
@@ -35,7 +41,8 @@ def fingerprint_fields(
         "numerics": numerics,
         "prefill": prefill,
         "drafter": runner.block_size > 0,
-        "program": __version__,
+        "program": f"{__version__} {program_digest(*_PROGRAM)}",
+        "kernels": _kernels(device),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "device": f"{device.type} {name}",
@@ -46,6 +53,28 @@ def fingerprint_fields(
         "step_rows": runner.max_step_rows,
         "parallel": 1,
     }
+
+
+def _kernels(device: torch.device) -> str:
+    """What makes the rows on a GPU: sources, their compiler, forms that were asked for."""
+    if device.type != "cuda":
+        return "none"
+    from deepdraft.kernels.native.trials import SETTING
+
+    compiler = f"triton {importlib.metadata.version('triton')}"
+    return f"{program_digest('kernels')} {compiler} {os.environ.get(SETTING, '')}"
+
+
+@functools.cache
+def program_digest(*packages: str) -> str:
+    """BLAKE3-256 over the sources of these packages, in hex: two states of the program with one
+    version number are not taken for the same."""
+    root, total = Path(__file__).parent.parent, blake3()
+    files = (f for package in packages for f in (root / package).rglob("*"))
+    for file in sorted(f for f in files if f.suffix in _SOURCES):
+        name = file.relative_to(root).as_posix()
+        total.update(json.dumps([name, blake3(file.read_bytes()).hexdigest()]).encode())
+    return total.hexdigest()
 
 
 def _processor() -> str:

@@ -43,14 +43,13 @@ def open_reuse(
     """
     sharing = fleet is not None and fleet.directory is not None
     runner = model.runner
-    off = not options.kv_memory or options.device == "cuda"
-    if off or not isinstance(runner, Runner):
+    missing = _why_not(runner, options)
+    if missing is not None:
         if options.kv_spill is not None or sharing:
-            raise ConfigError(
-                "kv_spill and a KV directory need the KV cache, which is off (--kv-memory 0), or "
-                "which a GPU does not have"
-            )
+            raise ConfigError(f"kv_spill and a KV directory need the KV cache, and {missing}")
+        logger.info("there is no KV cache: %s", missing)
         return None
+    assert isinstance(runner, Runner)
     try:
         layout = layout_of(runner.pool, packed=options.numerics != "exact")
     except ConfigError as error:  # groups of a length that fits no block
@@ -58,7 +57,8 @@ def open_reuse(
             raise
         logger.warning("there is no KV cache: %s", error.message)
         return None
-    # Windows of V4.1 can be computed again, and its drafter has windows of its own.
+    # Windows of V4.1 can be computed again, though not on a GPU, where only checkpoints start a
+    # request; and its drafter has windows of its own.
     v41 = runner.model if isinstance(runner.pool, StatePool) else None
     settings = StoreSettings.of(layout)
     if fleet is not None:
@@ -86,7 +86,7 @@ def open_reuse(
         max_bytes=wanted,
         mode=runner.prefill_mode,
         drafter=v41 is not None and runner.block_size > 0,
-        rebuilder=v41,
+        rebuilder=v41 if options.device == "cpu" else None,
         settings=settings,
         spill=spill,
         spill_bytes=options.kv_spill_bytes,
@@ -101,6 +101,22 @@ def open_reuse(
     if fleet is None or fleet.directory is None:
         return Reuse(runner, cache)
     return Reuse(runner, cache, _join_fleet(cache, fleet))
+
+
+def _why_not(runner: Any, options: EngineConfig) -> str | None:
+    """Why this model has no cache; None: it has one."""
+    if not options.kv_memory:
+        return "it is off (--kv-memory 0)"
+    if not isinstance(runner, Runner):
+        return "this model's runner has no state that can be stored"
+    if options.tp > 1:
+        return "several ranks (--tp) have none"
+    if options.device == "cuda" and runner.prefill_mode == "encoder":
+        return (
+            "encoder prefill on a GPU and its decoding are other kernels, so an answer's rows are "
+            "not those of a cold run; --prefill full has one"
+        )
+    return None
 
 
 def _join_fleet(cache: KvCache, options: FleetConfig) -> Fleet:

@@ -31,6 +31,21 @@ def test_each_field_makes_another_fingerprint() -> None:
     assert {"weights", "numerics", "prefill", "torch", "device", "threads", "program"} <= set(own)
 
 
+def test_another_state_of_the_program_is_another_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = fields()["program"]
+    for package in identity._PROGRAM:
+        (tmp_path / package / "inner").mkdir(parents=True)
+    source = tmp_path / "ops" / "inner" / "sums.py"
+    found = set()
+    for text in ("a + b", "b + a"):
+        source.write_text(text)
+        monkeypatch.setattr(identity, "__file__", str(tmp_path / "engine" / "identity.py"))
+        found.add(identity.program_digest.__wrapped__(*identity._PROGRAM))
+    assert len(found) == 2 and not any(one in str(own) for one in found)
+
+
 def model(directory: Path) -> Path:
     directory.mkdir()
     (directory / "a.safetensors").write_bytes(b"weights" * 1000)
