@@ -66,7 +66,7 @@ class Served:
         begin = time.perf_counter()
         session: StoredSink | None = None
         if key is not None and self.fleet is not None:
-            session = self.fleet.prepare(key, prompt)
+            session = self.fleet.prepare(key, prompt, "bench")
         request = GenerateRequest(
             request_id="turn",
             prompt_ids=tuple(prompt),

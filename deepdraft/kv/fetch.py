@@ -34,7 +34,7 @@ from deepdraft.kv.snapshot import Manifest, decode_manifest
 from deepdraft.kv.store import Chunk
 from deepdraft.kv.transfer import authenticate, check_address
 from deepdraft.kv.transport import Piece, Reading, TcpTransport, Transport
-from deepdraft.telemetry import Counters
+from deepdraft.telemetry import Counters, log_event
 
 logger = logging.getLogger(__name__)
 Outcome = Literal[
@@ -103,24 +103,49 @@ class Fetcher:
         self._backoff: dict[Peer, float] = {}
 
     def fetch(
-        self, peer: Peer, key: str, record: Record, token_ids: Sequence[int] | np.ndarray
+        self,
+        peer: Peer,
+        key: str,
+        record: Record,
+        token_ids: Sequence[int] | np.ndarray,
+        trace: str = "",
     ) -> Fetched:
-        """Bring what the peer holds of `token_ids` into the local store. Blocks.
+        """Bring what the peer holds of `token_ids` into the local store. Blocks. `trace`: of
+        `wire.Open`.
 
         Never raises for what a peer or a network can do; every outcome but hit means: compute.
         """
         check_address(peer.host, self.tls)
         began = self.clock()
         if began < self._backoff.get(peer, 0.0):
-            return self._done(Fetched("backoff"))
+            fetched = Fetched("backoff")
+        else:
+            fetched = self._try(peer, key, record, token_ids, trace)
+            fetched = dataclasses.replace(fetched, seconds=self.clock() - began)
+        self.counters.add(fetched.outcome)
+        self.counters.add("bytes", fetched.num_bytes)
+        if fetched.outcome == "hit":
+            self.counters.add("microseconds", round(fetched.seconds * 1e6))
+        ms = round(1e3 * fetched.seconds, 3)
+        about = {"outcome": fetched.outcome, "bytes": fetched.num_bytes, "ms": ms}
+        log_event("kv_fetch", {"trace": trace, "peer": peer.name or peer.host, **about})
+        return fetched
+
+    def _try(
+        self,
+        peer: Peer,
+        key: str,
+        record: Record,
+        token_ids: Sequence[int] | np.ndarray,
+        trace: str,
+    ) -> Fetched:
         outcome: Outcome
         try:
-            done = self._fetch(peer, key, record, token_ids)
-            return self._done(dataclasses.replace(done, seconds=self.clock() - began))
+            return self._fetch(peer, key, record, token_ids, trace)
         except _Refused as error:
-            return self._done(Fetched(error.outcome))
+            return Fetched(error.outcome)
         except StoreFull:
-            return self._done(Fetched("full"))
+            return Fetched("full")
         except TimeoutError:
             outcome = "timeout"
         except OSError:
@@ -129,17 +154,11 @@ class Fetcher:
             outcome = "corrupt"
             logger.warning("KV fetch: %s", error)
         self._backoff[peer] = self.clock() + self.settings.backoff_s
-        return self._done(Fetched(outcome))
+        return Fetched(outcome)
 
     def backing_off(self, peer: Peer) -> bool:
         """The peer failed lately and is not asked now."""
         return self.clock() < self._backoff.get(peer, 0.0)
-
-    def _done(self, fetched: Fetched) -> Fetched:
-        self.counters.add(fetched.outcome)
-        self.counters.add("bytes", fetched.num_bytes)
-        self.counters.add("microseconds", round(fetched.seconds * 1e6))
-        return fetched
 
     def _note(self, phase: str, seconds: float) -> None:
         self.counters.add(f"{phase}_microseconds", round(1e6 * seconds))
@@ -161,7 +180,12 @@ class Fetcher:
         )
 
     def _fetch(
-        self, peer: Peer, key: str, record: Record, token_ids: Sequence[int] | np.ndarray
+        self,
+        peer: Peer,
+        key: str,
+        record: Record,
+        token_ids: Sequence[int] | np.ndarray,
+        trace: str,
     ) -> Fetched:
         nonce = secrets.token_bytes(wire.NONCE_BYTES)
         began = time.perf_counter()
@@ -169,7 +193,13 @@ class Fetcher:
         try:
             link.send(
                 wire.Open(
-                    wire.PROTOCOL, self.cache.expected, key, record.epoch, record.sequence, nonce
+                    wire.PROTOCOL,
+                    self.cache.expected,
+                    key,
+                    record.epoch,
+                    record.sequence,
+                    nonce,
+                    trace,
                 )
             )
             tokens = token_array(token_ids)  # while the owner makes the manifest

@@ -158,15 +158,16 @@ class Fleet:
 
     # ---- what requests call -----------------------------------------------------------------
 
-    def prepare(self, key: str, token_ids: Sequence[int]) -> Session:
-        """Looks a conversation up and brings it here where that pays. Blocks, never raises."""
+    def prepare(self, key: str, token_ids: Sequence[int], trace: str = "") -> Session:
+        """Looks a conversation up and brings it here where that pays. Blocks, never raises.
+        `trace`: id of the request, for this server's log and the owner's (`wire.TRACE`)."""
         session = Session(self, key, None)
         try:
             assert self.directory is not None
             session.seen = self._call(self.directory.lookup(key))
             self.counters.add("lookup_none" if session.seen is None else "lookup_ok")
             if session.seen is not None:
-                session.fetched = self._bring(key, session.seen, token_array(token_ids))
+                session.fetched = self._bring(key, session.seen, token_array(token_ids), trace)
         except Exception:
             self.counters.add("prepare_failed")
             logger.exception("a conversation could not be looked up")
@@ -187,7 +188,7 @@ class Fleet:
 
         self._call(others())
 
-    def _bring(self, key: str, seen: Record, token_ids: np.ndarray) -> Fetched | None:
+    def _bring(self, key: str, seen: Record, token_ids: np.ndarray, trace: str) -> Fetched | None:
         if not seen.sequence or seen.owner == self.owner or self.rule == "never":
             return None
         if seen.fingerprint != self.cache.expected.hex():
@@ -198,7 +199,7 @@ class Fleet:
             self.counters.add("fetch_unneeded")
             return None
         try:
-            fetched = self.fetcher.fetch(peer, key, seen, token_ids)
+            fetched = self.fetcher.fetch(peer, key, seen, token_ids, trace)
         except ConfigError as error:  # an address that may not be used without TLS
             logger.warning("a peer of the KV directory is not asked: %s", error.message)
             return None

@@ -27,7 +27,7 @@ from deepdraft.kv.errors import SnapshotError
 from deepdraft.kv.settings import TransferSettings
 from deepdraft.kv.sidecar import Sidecar
 from deepdraft.kv.snapshot import encode_manifest
-from deepdraft.telemetry import Counters
+from deepdraft.telemetry import Counters, log_event
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +185,8 @@ class Exporter:
                     self._join(link, first)
                     return
                 reply, lease = self._open(first, peer)
+                if isinstance(first, wire.Open):
+                    self._log(first, peer, reply)
                 if isinstance(reply, wire.Opened) and lease is not None:
                     token = reply.token
                     with self._lock:
@@ -210,7 +212,7 @@ class Exporter:
     def _open(self, request: wire.Request, peer: str) -> tuple[wire.Reply, int | None]:
         if not isinstance(request, wire.Open) or request.protocol != wire.PROTOCOL:
             return wire.Refused("bad"), None
-        if len(request.nonce) != wire.NONCE_BYTES:
+        if len(request.nonce) != wire.NONCE_BYTES or not wire.TRACE.fullmatch(request.trace):
             return wire.Refused("bad"), None
         if request.fingerprint != self.cache.expected:
             return wire.Refused("incompatible"), None
@@ -239,6 +241,12 @@ class Exporter:
             return wire.Opened(head, self.cache.settings.lease_s, token, mac), lease.id
         finally:
             self.cache.memory.unpin(entry)
+
+    @staticmethod
+    def _log(request: wire.Open, peer: str, reply: wire.Reply) -> None:
+        result = reply.reason if isinstance(reply, wire.Refused) else "opened"
+        if result != "bad":
+            log_event("kv_read", {"trace": request.trace, "peer": peer, "result": result})
 
     def _join(self, link: wire.Link, request: wire.Join) -> None:
         with self._lock:

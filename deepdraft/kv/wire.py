@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import ssl
 import struct
@@ -22,9 +23,11 @@ import msgspec
 from deepdraft.kv.errors import SnapshotError
 from deepdraft.kv.snapshot import HEAD_BYTES, MAX_MANIFEST_BYTES
 
-PROTOCOL = 3
+PROTOCOL = 4
 NONCE_BYTES = 16
 MAX_REQUEST_BYTES = 4096
+TRACE = re.compile(r"[A-Za-z0-9_.:/+=@-]{0,128}")
+"""What a trace id may look like: nothing that could write a log line of its own."""
 MAX_REPLY_BYTES = MAX_MANIFEST_BYTES + HEAD_BYTES + 4096
 _MORE = getattr(socket, "MSG_MORE", 0)
 _WAIT_ALL = getattr(socket, "MSG_WAITALL", 0)
@@ -44,6 +47,8 @@ class Open(_Message, frozen=True, tag="open"):
     sequence: int
     nonce: bytes
     """Fresh bytes that the answer's authentication covers."""
+    trace: str = ""
+    """Id of the request that this is for, so that both servers' logs name it; see `TRACE`."""
 
 
 class Join(_Message, frozen=True, tag="join"):

@@ -8,6 +8,7 @@ import secrets
 
 from starlette.requests import Request
 
+_TRACE_PARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:/+=@\-]{1,128}\Z")
 
 
@@ -15,6 +16,12 @@ def given_id(request: Request) -> str | None:
     """The X-Request-Id that the client gave, if it is one that a log can hold."""
     given = request.headers.get("x-request-id", "")
     return given if _REQUEST_ID.match(given) else None
+
+
+def trace_id(request: Request) -> str | None:
+    """The id of the trace that the client's request belongs to (W3C `traceparent`)."""
+    found = _TRACE_PARENT.match(request.headers.get("traceparent", ""))
+    return found[1] if found and found[1].strip("0") else None
 
 
 def request_id(request: Request) -> str:

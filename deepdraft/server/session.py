@@ -15,6 +15,7 @@ from starlette.requests import Request
 
 from deepdraft.config import ServerConfig
 from deepdraft.errors import RequestError
+from deepdraft.server.identify import given_id, trace_id
 
 if TYPE_CHECKING:
     from deepdraft.server.job import Job
@@ -62,7 +63,8 @@ class Sessions:
         self._service.num_preparing += 1
         try:
             prompt = job.requests[0].prompt_ids
-            session = await loop.run_in_executor(self._workers, fleet.prepare, key, prompt)
+            trace = trace_id(request) or given_id(request) or job.id
+            session = await loop.run_in_executor(self._workers, fleet.prepare, key, prompt, trace)
         finally:
             self._service.num_preparing -= 1
         job.requests = [replace(r, session=session) for r in job.requests]

@@ -1,5 +1,6 @@
 """Several servers: directory and transfer together, and every fault of either."""
 
+import logging
 import os
 import threading
 import time
@@ -109,6 +110,26 @@ def test_hits_of_a_peer_say_so(join: MakeFleet, model: DeepseekV41) -> None:
     assert (resumed.source, resumed.provenance) == ("peer", "exact")
     b.close(state)
     assert both(b, turn) == "63/63"
+
+
+def test_one_id_finds_a_fetch_in_both_logs(
+    join: MakeFleet, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = Server(join, "a"), Server(join, "b")
+    a.turn(text(1, 40))
+    monkeypatch.setattr(logging.getLogger("deepdraft"), "propagate", True)
+    caplog.set_level(logging.INFO, "deepdraft")
+    for trace, result in (("4bf92f35", "opened"), ("0ff", "stale")):
+        b.fleet.prepare(KEY, [*text(1, 60), 1], trace)
+        lines = [vars(r) for r in caplog.records]
+        seen = [(line["event"], line["fields"]) for line in lines if "event" in line]
+        reads = [f for event, f in seen if event == "kv_read" and f["trace"] == trace]
+        fetches = [f for event, f in seen if event == "kv_fetch" and f["trace"] == trace]
+        assert [f["result"] for f in reads] == [result]
+        assert [f["outcome"] for f in fetches] == ["hit" if result == "opened" else result]
+        a.fleet.exporter.disown(KEY)
+        a.fleet.exporter.own(KEY, Record("another", 99, a.fleet.owner), a.kept.entries[0].id)
+        b.kept.cache.memory.evict(400)
 
 
 def test_a_hundred_turns_in_turn(join: MakeFleet) -> None:

@@ -108,7 +108,7 @@ class SlowFleet:
         self.go, self.lock = threading.Event(), threading.Lock()
         self.now = self.most = self.done = 0
 
-    def prepare(self, key: str, token_ids: tuple[int, ...]) -> None:
+    def prepare(self, key: str, token_ids: tuple[int, ...], trace: str) -> None:
         with self.lock:
             self.now += 1
             self.most = max(self.most, self.now)
@@ -155,6 +155,31 @@ def test_six_are_prepared_at_a_time_and_clients_may_leave(
     stats = peer.stats()
     assert (stats["waiting"], stats["running"]) == (0, 0)
     assert stats["requests"] == (1 if leave else 11)  # the warm-up is one
+
+
+@pytest.mark.parametrize(
+    ("headers", "wanted"),
+    [
+        ({"traceparent": f"00-{'4bf9' * 8}-{'0a' * 8}-01", "X-Request-Id": "mine"}, "4bf9" * 8),
+        ({"traceparent": f"00-{'0' * 32}-{'0a' * 8}-01", "X-Request-Id": "mine"}, "mine"),
+        ({"traceparent": "00-\u00e9"}, None),
+        ({}, None),
+    ],
+)
+def test_a_peer_is_told_the_trace_of_the_request(
+    headers: Json, wanted: str | None, make_peer: MakePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer, told_to = make_peer(), []
+
+    class Told:
+        def prepare(self, key: str, token_ids: tuple[int, ...], trace: str) -> None:
+            told_to.append(trace)
+
+    monkeypatch.setattr(type(peer.service), "fleet", property(lambda self: Told()))
+    raw: Any = {name: value.encode("latin-1") for name, value in headers.items()}
+    answer = peer.post(CHAT, {"messages": [USER], "max_tokens": 2}, {"X-Session-ID": "s", **raw})
+    assert answer.status_code == 200
+    assert told_to == [wanted or answer.json()["id"]]
 
 
 # ---- usage ---------------------------------------------------------------------------------

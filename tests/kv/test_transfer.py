@@ -387,6 +387,7 @@ def test_a_reader_that_dies_leaves_no_lease() -> None:
         wire.frame(wire.Read(0)),
         wire.frame(wire.Open(99, FINGERPRINT, KEY, "e", 1, NONCE)),
         wire.frame(wire.Open(wire.PROTOCOL, FINGERPRINT, KEY * 100, "e", 1, NONCE)),
+        wire.frame(wire.Open(wire.PROTOCOL, FINGERPRINT, KEY, "e", 1, NONCE, "a\nline")),
         b"GET / HTTP/1.1\r\n\r\n",
     ],
 )
