@@ -242,7 +242,8 @@ async def gauge(url: str, name: str) -> int:
     async with httpx.AsyncClient() as client:
         text = (await client.get(f"{url}/metrics")).text
     found = re.search(rf"^deepdraft_{name} (\d+)", text, re.M)
-    return int(found[1]) if found else 0
+    assert found is not None, f"the server's metrics have no {name}"
+    return int(found[1])
 
 
 # ---- throughput ----------------------------------------------------------------------------

@@ -10,9 +10,9 @@ from deepdraft.engine.request import Request
 from deepdraft.telemetry import Histogram, log_event
 from deepdraft.types import DecodeStats, FinishReason
 
-SPANS = ("queue", "first_token", "decode", "request")
-"""What is timed of a request: until it has a sequence, until its first token, from there to its
-last one, and all of it."""
+SPANS = ("queue", "prefill", "first_token", "decode", "request")
+"""What is timed of a request: until it has a sequence, from there to its first token, both of
+these, from the first to the last token, and all of it."""
 _BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
@@ -58,6 +58,7 @@ class Endings:
             spans["queue"] = request.opened - at
         if request.answered:
             spans["first_token"], spans["decode"] = request.answered - at, now - request.answered
+            spans["prefill"] = request.answered - request.opened
         for name, seconds in spans.items():
             self.histograms[name].observe(seconds)
         return {f"{name}_ms": round(1e3 * spans[name], 2) for name in SPANS if name in spans}

@@ -66,6 +66,7 @@ class Leading(Runner):
         failed on the device."""
         self._me, self._check = me, check
         self.joint_rows, self.shortens = 0, False  # no commands of the others
+        self.computes_here = False  # it waits for the others
         self._numbers: dict[SequenceState, int] = {}
         self._next = 0
         self._dropped: list[int] = []

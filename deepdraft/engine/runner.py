@@ -120,6 +120,8 @@ class Runner:
         self.max_tokens = max_context or limit
         self.max_step_rows = step_rows
         self.device = model.device
+        self.computes_here = torch.device(self.device).type == "cpu"
+        """What a call takes is the calling thread's processor time."""
         on_cpu = type(model) is DeepseekV41
         self.joint_rows = JOINT_ROWS if on_cpu and prefill == "full" else 0
         """Rows of parts that `prefill_together` takes at once; 0: it takes none."""

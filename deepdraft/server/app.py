@@ -18,12 +18,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deepdraft import __version__
-from deepdraft.errors import DeepdraftError, RequestError
+from deepdraft.errors import DeepdraftError, Overloaded, RequestError
 from deepdraft.server import schema
 from deepdraft.server.auth import KeyGate, named_keys, tenant
+from deepdraft.server.connections import LEAST_BYTES_PER_S
 from deepdraft.server.dialect_routes import dialect_routes
 from deepdraft.server.identify import given_id, request_id
 from deepdraft.server.metrics import metrics_text, process_text
@@ -37,7 +38,7 @@ from deepdraft.server.wire_errors import (
     messages_error_object,
     speaks_messages,
 )
-from deepdraft.telemetry import log_event, logger
+from deepdraft.telemetry import Counters, log_event, logger
 
 if TYPE_CHECKING:
     from deepdraft.engine.engine import Engine
@@ -57,8 +58,10 @@ _GRAMMAR_FIELDS = re.compile(
 )
 """Bodies that name one of these may need a grammar to be compiled."""
 
-_LEAST_BYTES_PER_S = 32 << 10
-"""A body that keeps arriving at this rate has time, however long it is."""
+_READ_BYTES_PER_S = 256 << 10
+"""A body has so much more time to be read, tokenised that is, than its grammar alone."""
+_MOST_BODIES = 16
+"""So many bodies of the largest size may arrive at a time; others that are big get 503."""
 
 Handler = Callable[[Request], Awaitable[ASGIApp]]
 
@@ -93,8 +96,9 @@ def error_response(error: BaseException, retry_after_s: int, path: str) -> Respo
     """The answer for an error of `path`; 429 and 503 carry Retry-After."""
     status = error.http_status if isinstance(error, DeepdraftError) else 500
     headers = {"retry-after": str(retry_after_s)} if status in (429, 503) else {}
-    if status in (408, 413):
-        # What is left of the body is not read.
+    if status == 408:
+        # A client that sends so slowly is not waited for. Behind other errors the rest of a body is
+        # read and dropped, or the client might lose the answer while it still sends.
         headers["connection"] = "close"
     return json_response(body_for_path(error, path), status, headers)
 
@@ -153,7 +157,25 @@ def create_app(service: Service, traces: "Traces | None" = None) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-deepdraft-ignored", "retry-after"],
         )
-    return app
+    return Counted(app, service.counters)
+
+
+class Counted:
+    """Counts answers by their status."""
+
+    def __init__(self, app: ASGIApp, counters: Counters) -> None:
+        self._app, self._counters = app, counters
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI entry."""
+
+        # Not a coroutine of its own: it is called for every token.
+        def counted(message: Message) -> Awaitable[None]:
+            if message["type"] == "http.response.start":
+                self._counters.add(f"http_{message['status']}")
+            return send(message)
+
+        await self._app(scope, receive, counted)
 
 
 class Handlers:
@@ -163,6 +185,8 @@ class Handlers:
         self.service, self.traces = service, traces
         self.settings = service.config.server
         self.sessions = Sessions(service)
+        self._arriving = 0
+        """Bytes of the bodies that are not whole yet."""
 
     def guard(self, handler: Handler) -> Callable[[Request], Awaitable[ASGIApp]]:
         """Turns every error of a handler into an answer."""
@@ -242,8 +266,9 @@ class Handlers:
 
     async def metrics(self, request: Request) -> Response:
         """The counters, for Prometheus."""
+        stats = {**self.service.stats(), "tasks": len(asyncio.all_tasks())}
         return Response(
-            metrics_text(self.service.stats(), self.service.histograms()) + process_text(),
+            metrics_text(stats, self.service.histograms()) + process_text(),
             media_type="text/plain; version=0.0.4; charset=utf-8",
         )
 
@@ -334,7 +359,7 @@ class Handlers:
         """
         body = await self.body(request)
         if len(body) > _BIG_BODY_BYTES or _GRAMMAR_FIELDS.search(body):
-            limit_s = self.settings.compile_timeout_s
+            limit_s = self.settings.compile_timeout_s + len(body) // _READ_BYTES_PER_S
             try:
                 return await asyncio.wait_for(asyncio.to_thread(make, body), limit_s)
             except TimeoutError:
@@ -394,21 +419,25 @@ class Handlers:
         length = request.headers.get("content-length", "")
         if length.isascii() and length.isdigit() and int(length) > limit:
             raise error
-        parts, total, patience_s = [], 0, self.settings.body_timeout_s
+        body, patience_s = bytearray(), self.settings.body_timeout_s
         begin = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(patience_s) as patience:
                 async for part in request.stream():
-                    total += len(part)
-                    if total > limit:
+                    if len(body) + len(part) > limit:
                         raise error
-                    parts.append(part)
-                    patience.reschedule(begin + patience_s + total / _LEAST_BYTES_PER_S)
+                    body += part
+                    self._arriving += len(part)
+                    if len(body) > _BIG_BODY_BYTES and self._arriving > _MOST_BODIES * limit:
+                        raise Overloaded("too many large requests arrive at once; try again later")
+                    patience.reschedule(begin + patience_s + len(body) / LEAST_BYTES_PER_S)
         except TimeoutError:
             raise BodyTooSlow(
-                f"only {total} bytes of the body came in {patience_s:g} s; send it faster"
+                f"only {len(body)} bytes of the body came in {patience_s:g} s; send it faster"
             ) from None
-        return b"".join(parts)
+        finally:
+            self._arriving -= len(body)
+        return bytes(body)
 
 
 async def _nobody(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,6 +1,8 @@
-"""Connections of clients that are slow, silent or too many.
+"""Connections of clients that are slow, silent, too many or that do not speak HTTP.
 
-Owns: how long a client may take to send a request's head or to read what was written for it.
+Owns: how large the head of a request may be, how long a client may take to send it or to read what
+was written for it, how many requests of a connection may wait, and what answers bytes that are no
+HTTP request.
 Knows nothing of: requests' bodies (`app` times these), answers. Runs without torch.
 
 A connection that breaks a limit is cut, and whatever it had asked for is cancelled like that of any
@@ -8,45 +10,163 @@ client that leaves.
 """
 
 import asyncio
+import http
 from collections.abc import Iterable
+from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from deepdraft.config import ServerConfig
-from deepdraft.telemetry import logger
+from deepdraft.errors import RequestError
+from deepdraft.server.wire_errors import error_body
+from deepdraft.telemetry import Counters, logger
+
+KEEP_ALIVE_S = 20
+"""An idle connection is closed after so many seconds: later than clients drop it themselves (httpx
+after 5 s, aiohttp after 15), so that none sends a request into a connection that is closing."""
+MAX_HEAD_BYTES = 64 << 10
+READ_AHEAD = 16
+"""Behind so many requests that wait for the one being answered, no more of a connection is read."""
+MAX_PIPELINED = 256
+"""So many may have come in one piece all the same."""
+LEAST_BYTES_PER_S = 32 << 10
+"""A body that keeps arriving at this rate, or an answer that is read at it, has time, however long
+it is."""
+
+
+class BadHead(RequestError):
+    """What came is no HTTP request."""
+
+
+class HeadTooLarge(RequestError):
+    """The head of a request is larger than the server reads (HTTP 431)."""
+
+    http_status = 431
+    code = "head_too_large"
 
 
 class Connection(HttpToolsProtocol):
     """One connection; notes since when it waits for its client."""
 
     settings: ServerConfig
+    counters: Counters
     head_since: float | None = None
     """Since when the head of a request is awaited, or arrives bit by bit."""
     unread_since: float | None = None
-    """Since when the client leaves so much unread that nothing more is written."""
+    """Since when the client leaves unread what nothing more is written behind."""
+    unread_bytes = 0
+    """How much that was then."""
+    _head_bytes = 0
+    """Of the head in progress: what its lines hold."""
+    _pending_bytes = 0
+    """What came while no head was whole."""
+    _in_body = False
+    """The body of a request is not there yet; where it is answered already, the rest is dropped."""
+    _running: RequestResponseCycle | None = None
+    """The request that is being answered; `cycle` is the newest one."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected; one too many is cut at once."""
         super().connection_made(transport)
         self.head_since = self.loop.time()
         if len(self.connections) > self.settings.max_connections:
-            logger.warning("more than %d connections; one is cut", self.settings.max_connections)
-            transport.abort()
+            self.cut("many", f"more than {self.settings.max_connections} connections are open")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client has left: also where a pipelined request waits behind the running one, which
+        uvicorn does not tell then."""
+        running = self._running
+        if running is not None and not running.response_complete:
+            running.disconnected = True
+            running.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes have come; a head that does not end is refused before it is held in memory."""
+        in_body = self._in_body
+        super().data_received(data)
+        if self.head_since is None or in_body or self._in_body:
+            self._pending_bytes = 0
+            return
+        self._pending_bytes += len(data)
+        if self._pending_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse(_too_large())
 
     def on_message_begin(self) -> None:
         """The first byte of a request."""
         super().on_message_begin()
-        if self.head_since is None:
-            self.head_since = self.loop.time()
+        now = self.loop.time()
+        self.head_since = now if self.head_since is None else min(self.head_since, now)
+        self._head_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        """A part of the request's target."""
+        self._count_head(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One line of the head."""
+        self._count_head(name, value)
+        super().on_header(name, value)
+
+    def _count_head(self, *parts: bytes) -> None:
+        self._head_bytes += sum(map(len, parts))
+        if self._head_bytes > MAX_HEAD_BYTES:
+            # The parser reports it as its own error, which comes to `send_400_response`.
+            raise _too_large()
 
     def on_headers_complete(self) -> None:
         """The head is whole."""
-        self.head_since = None
+        self.head_since, self._in_body = None, True
         super().on_headers_complete()
+        if len(self.pipeline) > MAX_PIPELINED:
+            self.cut("pipelined", f"a client sent more than {MAX_PIPELINED} requests ahead")
+            raise BadHead("too many requests")  # ends the parser
+        elif 0 < len(self.pipeline) <= READ_AHEAD:
+            # uvicorn stops reading here, and would not see the client leave.
+            self.flow.resume_reading()
+
+    def on_message_complete(self) -> None:
+        """The body is whole."""
+        self._in_body = False
+        super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        """An answer is written; where no other request is there, the next head is awaited."""
+        super().on_response_complete()
+        if len(self.pipeline) > READ_AHEAD:
+            self.flow.pause_reading()
+        if self._idle and self.head_since is None:
+            self.head_since = self.loop.time() + KEEP_ALIVE_S
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers bytes that are no HTTP request, in the shape of our errors."""
+        if self.transport.is_closing():
+            return
+        large = self._head_bytes > MAX_HEAD_BYTES
+        self._refuse(_too_large() if large else BadHead("this is not a valid HTTP/1.1 request"))
+
+    def _refuse(self, error: RequestError) -> None:
+        self.counters.add(f"http_{error.http_status}")
+        if self._idle:
+            # Nothing may be written into an answer that is under way.
+            body = msgspec.json.encode(error_body(error))
+            head = (
+                f"HTTP/1.1 {error.http_status} {http.HTTPStatus(error.http_status).phrase}\r\n"
+                "content-type: application/json\r\nconnection: close\r\n"
+                f"content-length: {len(body)}\r\n\r\n"
+            )
+            self.transport.write(head.encode() + body)
+        self.transport.close()
 
     def pause_writing(self) -> None:
         """The client reads more slowly than is written."""
-        self.unread_since = self.loop.time()
+        self._note_unread()
         super().pause_writing()
 
     def resume_writing(self) -> None:
@@ -54,34 +174,51 @@ class Connection(HttpToolsProtocol):
         self.unread_since = None
         super().resume_writing()
 
-    def broken_limit(self, now: float) -> str | None:
-        """What this client has done too slowly, if anything."""
+    @property
+    def _idle(self) -> bool:
+        """No answer is owed or under way."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _note_unread(self) -> None:
+        self.unread_since = self.loop.time()
+        self.unread_bytes = self.transport.get_write_buffer_size()
+
+    def check(self, now: float) -> None:
+        """Cuts the connection where its client breaks a limit of time."""
         settings = self.settings
+        if self.transport.get_write_buffer_size() == 0:
+            self.unread_since = None
+        elif self.unread_since is None and (self._idle or self.transport.is_closing()):
+            # The end of an answer that was small enough to be written whole.
+            self._note_unread()
         if self.head_since is not None and now - self.head_since > settings.header_timeout_s:
-            return "sent no whole request head"
-        if self.unread_since is not None and now - self.unread_since > settings.send_timeout_s:
-            return "left its answer unread"
-        return None
+            self.cut("head", "a client sent no whole request head in time")
+        elif self.unread_since is not None:
+            patience_s = settings.send_timeout_s + self.unread_bytes / LEAST_BYTES_PER_S
+            if now - self.unread_since > patience_s:
+                self.cut("unread", "a client left its answer unread")
+
+    def cut(self, reason: str, text: str) -> None:
+        """Ends the connection at once; `close` would wait for the client to read what is left."""
+        logger.info("%s; its connection is cut", text)
+        self.counters.add(f"cut_{reason}")
+        self.transport.abort()
 
 
-def connection_class(settings: ServerConfig) -> type[Connection]:
-    """The class of a server's connections."""
-    return type("Connection", (Connection,), {"settings": settings})
+def _too_large() -> HeadTooLarge:
+    return HeadTooLarge(f"the head of the request is larger than {MAX_HEAD_BYTES} bytes")
 
 
-def cut_slow(connections: Iterable[object], now: float) -> int:
-    """Cuts every connection that has broken a limit; returns how many."""
-    num_cut = 0
+def connection_class(settings: ServerConfig, counters: Counters) -> type[Connection]:
+    """The class of a server's connections; `counters` get `cut_REASON` and `http_STATUS`."""
+    return type("Connection", (Connection,), {"settings": settings, "counters": counters})
+
+
+def cut_slow(connections: Iterable[object], now: float) -> None:
+    """Cuts every connection whose client breaks a limit of time."""
     for connection in list(connections):
-        if not isinstance(connection, Connection):
-            continue
-        reason = connection.broken_limit(now)
-        if reason is not None:
-            logger.info("a client %s in time; its connection is cut", reason)
-            # `close` would wait until the client has read what is left.
-            connection.transport.abort()
-            num_cut += 1
-    return num_cut
+        if isinstance(connection, Connection):
+            connection.check(now)
 
 
 def period_s(settings: ServerConfig) -> float:

@@ -1,4 +1,4 @@
-"""The engine's counters and times in the Prometheus text format.
+"""The server's and the engine's counters and times in the Prometheus text format.
 
 Owns: metric names, labels and help. Knows nothing of: the engine, HTTP.
 """
@@ -16,6 +16,7 @@ _COUNTERS = {
     "preemptions": ("preemptions_total", "Running requests that made room for others."),
     "recomputed": ("recomputations_total", "Preempted sequences that were lost and made anew."),
     "prompt_tokens": ("prompt_tokens_total", "Prompt tokens computed."),
+    "prompt_parts": ("prefill_parts_total", "Parts in which prompts were read."),
     "generated_tokens": ("generation_tokens_total", "Tokens of answers."),
     "decode_steps": ("iterations_total", "Steps of decoding, of all running requests together."),
     "decode_rows": ("iteration_rows_total", "Rows of these steps: last tokens and drafts."),
@@ -35,6 +36,13 @@ _GAUGES = {
 _BY_LABEL = (
     ("finished_", "requests_finished_total", "reason", "Requests by how they ended."),
     (
+        "http_",
+        "http_responses_total",
+        "status",
+        "Answers by HTTP status, when they begin.",
+    ),
+    ("cut_", "connections_cut_total", "reason", "Connections cut for breaking a limit."),
+    (
         "spec_accepted_",
         "spec_decode_steps_total",
         "accepted",
@@ -50,6 +58,7 @@ _Family = Callable[[str, str, str, list[tuple[str, float]]], None]
 
 _HISTOGRAMS = {
     "queue": ("request_queue_time_seconds", "From a request's arrival until it has a sequence."),
+    "prefill": ("request_prefill_time_seconds", "From a request's sequence to its first token."),
     "first_token": ("time_to_first_token_seconds", "From a request's arrival to its first token."),
     "decode": ("request_decode_time_seconds", "From a request's first token to its end."),
     "request": ("e2e_request_latency_seconds", "From a request's arrival to its end."),
@@ -78,6 +87,8 @@ def metrics_text(
             name, "counter", text, [(f'{{{label}="{k}"}}', v) for k, v in sorted(values.items())]
         )
     parts = {k.removesuffix("_us"): v / 1e6 for k, v in stats.items() if k.endswith("_us")}
+    reading = [("", parts.pop("prompt"))] if "prompt" in parts else []
+    family("prefill_seconds_total", "counter", "Time in which prompts were read.", reading)
     samples = [(f'{{part="{k}"}}', v) for k, v in sorted(parts.items())]
     family("iteration_seconds_total", "counter", "Time of steps, by what was done.", samples)
     _averages(stats, parts, family)

@@ -15,7 +15,7 @@ import uvicorn
 
 from deepdraft.errors import ConfigError, DeepdraftError
 from deepdraft.server.app import create_app
-from deepdraft.server.connections import connection_class, cut_slow, period_s
+from deepdraft.server.connections import KEEP_ALIVE_S, connection_class, cut_slow, period_s
 from deepdraft.server.service import Service
 from deepdraft.telemetry import configure_logging, logger
 
@@ -38,7 +38,8 @@ class Server(uvicorn.Server):
                 access_log=False,
                 timeout_graceful_shutdown=int(settings.drain_s) + _LAST_BYTES_S,
                 ws="none",
-                http=connection_class(settings),
+                http=connection_class(settings, service.counters),
+                timeout_keep_alive=KEEP_ALIVE_S,
                 ssl_certfile=settings.tls_cert,
                 ssl_keyfile=settings.tls_key,
             )

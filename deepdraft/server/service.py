@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from deepdraft.config import Config
 from deepdraft.errors import DeepdraftError, EngineError, Overloaded, UnknownModel
-from deepdraft.telemetry import Histogram, logger
+from deepdraft.telemetry import Counters, Histogram, logger
 
 if TYPE_CHECKING:
     from deepdraft.engine.engine import Engine
@@ -37,6 +37,8 @@ class Service:
         """Why loading failed."""
         self.num_preparing = 0
         """Requests whose session is looked up or fetched."""
+        self.counters = Counters()
+        """Answers by status, connections that were cut by reason."""
         self.on_failure: Callable[[], None] = lambda: None
         """Called on the loading thread when loading failed."""
         self._loader = loader
@@ -166,11 +168,12 @@ class Service:
         return body
 
     def stats(self) -> dict[str, int]:
-        """The engine's counters; empty before there is an engine."""
+        """The counters of the server, and the engine's once there is one."""
+        own = self.counters.snapshot()
         if self._engine is None:
-            return {}
+            return own
         preparing = {} if self.fleet is None else {"kv_preparing": self.num_preparing}
-        return {**self._engine.stats(), **preparing}
+        return {**own, **self._engine.stats(), **preparing}
 
     def histograms(self) -> dict[str, Histogram]:
         """The engine's times; empty before there is an engine."""

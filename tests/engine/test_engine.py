@@ -213,6 +213,20 @@ def test_cancel_takes_effect_within_a_long_prompt() -> None:
     assert sum(runner.chunks) < 80_000
 
 
+@pytest.mark.parametrize("computes_here", [False, True])
+def test_the_pace_of_prompts_goes_by_the_time_that_is_theirs(computes_here: bool) -> None:
+    """A runner that computes on the engine's thread is not slower for what other programs do."""
+    runner = FakeRunner()
+    runner.delay_s = 0.05  # on which no processor works
+    runner.computes_here = computes_here  # type: ignore[attr-defined]
+    with serving(runner, max_stall_ms=10) as engine:
+        answer(engine.generate(ask(prompt=(4,) * 100, max_new_tokens=1)))
+        assert (engine._pace.rows > 100) == computes_here
+        counted = engine.stats()
+    assert counted["prompt_parts"] == 1 and counted["prompt_tokens"] == 100
+    assert counted["prompt_us"] >= 50_000
+
+
 def test_requests_that_cannot_run_are_refused_at_once() -> None:
     with serving(FakeRunner(max_tokens=10)) as engine:
         with pytest.raises(PromptTooLong, match="context is 10 tokens; the prompt has 8 and 3"):

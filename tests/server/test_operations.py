@@ -4,7 +4,9 @@ import asyncio
 import json
 import logging
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,12 +120,54 @@ def test_histograms_in_the_metrics(client: Client) -> None:
     assert f'{name}_bucket{{le="+Inf"}} 2' in lines
     counts = [float(x.split()[-1]) for x in lines if x.startswith(name + "_bucket")]
     assert counts == sorted(counts)
+    assert "deepdraft_request_prefill_time_seconds_count 2" in lines
+    assert "deepdraft_prefill_parts_total 2" in lines
+    assert any(re.fullmatch(r"deepdraft_prefill_seconds_total 0\.\d{6}", x) for x in lines)
+    assert not any('part="prompt"' in x for x in lines), "it is no part of a step of decoding"
+    assert int(sample(lines, "deepdraft_http_tasks")) >= 1
     histogram = Histogram((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 9.0):
         histogram.observe(value)
     assert histogram.snapshot() == ((2, 1, 1), 12.0)
     text = metrics_text({}, {"queue": histogram})
     assert 'le="1.0"} 2\n' in text and 'le="2.0"} 3\n' in text and "_sum 12.000000" in text
+
+
+def sample(lines: list[str], name: str) -> str:
+    (line,) = (x for x in lines if x.startswith(name + " "))
+    return line.split()[-1]
+
+
+def test_every_metric_is_documented() -> None:
+    from deepdraft.server import metrics
+
+    page = Path(__file__).parents[2] / "docs" / "operations.md"
+    names = [name for table in (metrics._COUNTERS, metrics._GAUGES) for name, _ in table.values()]
+    names += [name for _, name, _, _ in metrics._BY_LABEL]
+    names += [name for name, _ in metrics._HISTOGRAMS.values()]
+    known = set(re.findall(r"[`{](\w+)", page.read_text()))
+    missing = [n for n in names if n not in known and not n.startswith("spec_decode_")]
+    assert not missing and len(names) > 20
+
+
+def test_answers_are_counted_by_status(make_client: Callable[..., Client]) -> None:
+    """Those of every layer: the key's check, routes, bodies, the engine."""
+    client = make_client(server={"api_keys": ("a",)})
+    client.toy.say("ok")
+    with_key = {"headers": {"x-api-key": "a"}}
+    body = {"messages": [{"role": "user", "content": "Hi"}], **OFF}
+    for fields in ({}, {"stream": True}, {"stream": True}, {"n": "x"}):
+        client.post("/v1/chat/completions", {**body, **fields}, **with_key)
+    client.post("/v1/chat/completions", body)
+    client.request("GET", "/nowhere", **with_key)
+    client.request("PUT", "/v1/models", **with_key)
+    lines = client.get("/metrics").text.splitlines()
+    assert [x for x in lines if x.startswith("deepdraft_http_responses_total")] == [
+        f'deepdraft_http_responses_total{{status="{status}"}} {num}'
+        for status, num in ((200, 3), (400, 1), (401, 1), (404, 1), (405, 1))
+    ]
+    # What it began with itself is counted when the next one asks.
+    assert 'status="200"} 4' in client.get("/metrics").text
 
 
 # Keys

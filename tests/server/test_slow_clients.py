@@ -16,8 +16,11 @@ import pytest
 
 from deepdraft.config import Config, ServerConfig
 from deepdraft.errors import ConfigError
+from deepdraft.server import connections
+from deepdraft.server.connections import LEAST_BYTES_PER_S, connection_class
 from deepdraft.server.run import serve
 from deepdraft.server.service import Service
+from deepdraft.telemetry import Counters
 
 from .conftest import Live
 from .test_live import body, num_open, until
@@ -88,21 +91,110 @@ def test_a_body_that_does_not_come(make_live: Callable[..., Live]) -> None:
     serves(live)
 
 
-def test_a_client_that_reads_nothing_loses_its_answer(make_live: Callable[..., Live]) -> None:
-    live = make_live(server={"send_timeout_s": 0.5}, max_tokens=30_000)
+def post(**fields: Any) -> bytes:
+    """A whole chat request as bytes."""
+    content = json.dumps(body(**fields)).encode()
+    return CHAT + f"content-length: {len(content)}\r\n\r\n".encode() + content
+
+
+def counted(live: Live, name: str) -> int:
+    return live.toy.service.counters.get(name)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_client_that_reads_one_byte_a_second_or_nothing(
+    make_live: Callable[..., Live], reads: bool
+) -> None:
+    """Others are served meanwhile; it loses its answer when it is too far behind."""
+    live = make_live(server={"send_timeout_s": 1.0}, max_tokens=30_000)
     letters = [live.toy.tokenizer.encode_text("x")[0]] * 20_000
-    live.toy.runner.script = lambda prompt: letters
-    # Each token with its 20 likeliest ones: the buffers of both kernels fill soon.
-    wanted = body(stream=True, max_tokens=20_000, logprobs=True, top_logprobs=20)
-    content = json.dumps(wanted).encode()
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.connect(("127.0.0.1", live.port))
-    with connection:
-        connection.sendall(CHAT + f"content-length: {len(content)}\r\n\r\n".encode() + content)
+    live.toy.runner.script = lambda prompt: letters if len(prompt) > 12 else letters[:2]
+    slow = socket.socket()
+    # Small buffers of both kernels, and each token with its 20 likeliest ones: they fill soon.
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    live.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    slow.connect(("127.0.0.1", live.port))
+    with slow:
+        long = [{"role": "user", "content": "a longer prompt"}]
+        wanted = {"max_tokens": 20_000, "logprobs": True, "top_logprobs": 20, "messages": long}
+        slow.sendall(post(stream=True, **wanted))
         until(lambda: num_open(live) == 1)
-        until(lambda: num_open(live) == 0, 60)
-        assert live.toy.runner.num_steps < 19_000, "it was written to the end"
+        got, end = b"", time.monotonic() + 60
+        while reads and num_open(live):
+            assert time.monotonic() < end, "it was never cut"
+            got += slow.recv(1)
+            other = httpx.post(f"{live.url}/v1/chat/completions", json=body(max_tokens=2))
+            assert other.json()["usage"]["completion_tokens"] == 2
+            time.sleep(1)
+        until(lambda: num_open(live) == 0)
+        assert b"HTTP/1.1 200".startswith(got[:12]) and len(got) < 60
+    assert counted(live, "cut_unread") == 1
+    assert live.toy.runner.num_steps < 19_000, "it was written to the end"
+
+
+class Wire:
+    """A transport as a connection's check sees it."""
+
+    def __init__(self) -> None:
+        self.unread, self.closing, self.aborted = 0, False, False
+
+    def get_write_buffer_size(self) -> int:
+        return self.unread
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+@pytest.mark.parametrize("closing", [False, True])
+def test_an_answer_that_is_written_whole_must_be_read_too(closing: bool) -> None:
+    """What is too small for the writer to be told to wait would else be held for ever; and a large
+    one that is read at a fair rate is not cut."""
+    wire, counters = Wire(), Counters()
+    settings = ServerConfig(send_timeout_s=10)
+    one = connection_class(settings, counters).__new__(connection_class(settings, counters))
+    one.settings, one.counters = settings, counters
+    now = [0.0]
+    one.loop = type("Loop", (), {"time": lambda self: now[0]})()
+    one.cycle = None  # type: ignore[assignment]
+    one.transport = wire  # type: ignore[assignment]
+
+    def at(seconds: float, unread: int) -> bool:
+        now[0], wire.unread, wire.closing = seconds, unread, closing
+        one.check(seconds)
+        return wire.aborted
+
+    assert not at(0, 0) and not at(100, 500) and not at(109, 400) and not at(115, 0)
+    large = 100 * LEAST_BYTES_PER_S
+    assert not at(200, large) and not at(300, large // 10) and not at(309, 5)
+    assert at(311, 5) and counters.get("cut_unread") == 1
+
+
+def test_line_ends_do_not_keep_a_connection(
+    make_live: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They begin no request, so no time of a head would run, and the idle timer is off."""
+    monkeypatch.setattr(connections, "KEEP_ALIVE_S", 0.2)
+    live = make_live(server={"header_timeout_s": 0.3})
+    with connected(live) as connection:
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        connection.sendall(b"\r\n")
+        assert rest_of(connection) == b""
+    assert counted(live, "cut_head") == 1
+
+
+def test_a_head_without_end_is_refused_early(make_live: Callable[..., Live]) -> None:
+    live, sent = make_live(), 0
+    with connected(live) as connection, contextlib.suppress(ConnectionError):
+        connection.sendall(CHAT + b"x-a: ")
+        for _ in range(4000):
+            connection.sendall(b"a" * 10_000)
+            sent += 10_000
+    assert sent < 30_000_000
+    until(lambda: counted(live, "http_431") == 1)
     serves(live)
 
 
@@ -129,6 +221,121 @@ def test_pipelined_requests_are_answered_in_order(make_live: Callable[..., Live]
         connection.sendall(requests)
         answer = rest_of(connection)
     assert answer.count(b"HTTP/1.1 200") == 2 and answer.index(b"first") < answer.index(b"second")
+
+
+def test_requests_far_ahead(make_live: Callable[..., Live]) -> None:
+    live = make_live()
+    one = b"GET /readyz HTTP/1.1\r\nhost: x\r\n\r\n"
+    last = one.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
+    with connected(live) as connection:
+        connection.sendall(one * 150 + last)
+        assert rest_of(connection).count(b"HTTP/1.1 200") == 151
+    with connected(live) as connection, contextlib.suppress(ConnectionError):
+        connection.sendall(one * 5000)
+        rest_of(connection)
+    assert counted(live, "cut_pipelined") == 1
+    serves(live)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_with_another_request_behind(
+    make_live: Callable[..., Live], stream: bool
+) -> None:
+    live = make_live(max_tokens=30_000)
+    live.toy.say("x" * 20_000)
+    live.toy.runner.delay_s = 0.005
+    with connected(live) as connection:
+        connection.sendall(post(stream=stream))
+        until(lambda: num_open(live) == 1)
+        connection.sendall(post(max_tokens=1))
+        time.sleep(0.1)  # so that the first one is not stopped by the second's coming
+    until(lambda: num_open(live) == 0)
+    assert live.toy.runner.num_steps < 19_000
+
+
+def test_garbage_behind_a_request_does_not_get_into_its_answer(
+    make_live: Callable[..., Live],
+) -> None:
+    live = make_live(max_tokens=30_000)
+    live.toy.say("x" * 20_000)
+    live.toy.runner.delay_s = 0.005
+    with connected(live) as connection:
+        connection.sendall(post(stream=True))
+        answer = connection.recv(4096)
+        connection.sendall(b"\x00garbage\r\n\r\n")
+        answer += rest_of(connection)
+    assert answer.count(b"HTTP/1.1 ") == 1 and b"not a valid" not in answer
+    until(lambda: num_open(live) == 0)
+    assert counted(live, "http_400") == 1
+
+
+# Large bodies
+
+
+def test_a_body_over_the_limit_is_answered_while_it_still_comes(
+    make_live: Callable[..., Live],
+) -> None:
+    live = make_live(server={"max_body_bytes": 20_000})
+    live.toy.say("ok")
+    url = f"{live.url}/v1/chat/completions"
+    text = [{"role": "user", "content": "x" * 8_000_000}]
+    with httpx.Client(timeout=60) as client:
+        for content in (json.dumps(body(messages=text)).encode(),) * 2:
+            assert client.post(url, content=content).json()["error"]["code"] == "body_too_large"
+            chunks = (content[i : i + 100_000] for i in range(0, len(content), 100_000))
+            assert client.post(url, content=chunks).status_code == 413
+        assert client.post(url, json=body()).status_code == 200
+    until(lambda: counted(live, "http_413") == 4)
+
+
+PROMPTS = {
+    "/v1/chat/completions": lambda text: body(messages=[{"role": "user", "content": text}]),
+    "/v1/completions": lambda text: {"prompt": text},
+    "/v1/messages": lambda text: {
+        "max_tokens": 5,
+        "messages": [{"role": "user", "content": text}],
+    },
+    "/v1/responses": lambda text: {"input": text},
+}
+
+
+TEXTS = ("a few words " * 900_000, "x" * 10_000_000, "\U0001f30a" * 2_600_000)
+
+
+def test_prompts_of_ten_megabytes(make_live: Callable[..., Live]) -> None:
+    live = make_live(max_tokens=30_000)
+    live.toy.say("x" * 20_000)
+    live.toy.runner.delay_s = 0.002
+    with connected(live) as other:
+        other.sendall(post(stream=True))
+        until(lambda: num_open(live) == 1)
+        for (path, made), text in zip(PROMPTS.items(), (*TEXTS, TEXTS[0]), strict=True):
+            content = json.dumps(made(text), ensure_ascii=False).encode()
+            assert 10_000_000 < len(content) < 16 << 20
+            response = httpx.post(f"{live.url}{path}", content=content, timeout=60)
+            assert response.status_code == 400, response.text
+            assert "context is 30000 tokens" in response.json()["error"]["message"]
+        assert num_open(live) == 1, "the other stream was to go on"
+        assert other.recv(65536).startswith(b"HTTP/1.1 200")
+    until(lambda: num_open(live) == 0)
+
+
+def test_only_so_many_large_bodies_at_a_time(make_live: Callable[..., Live]) -> None:
+    live = make_live(server={"max_body_bytes": 100_000})
+    text = [{"role": "user", "content": "x" * 99_000}]
+    large = post(messages=text)
+    with contextlib.ExitStack() as stack:
+        for _ in range(17):
+            connection = stack.enter_context(connected(live))
+            connection.sendall(large[:-500])
+        with connected(live) as last:
+            last.sendall(large.replace(b"host: x", b"host: x\r\nconnection: close"))
+            answer = rest_of(last)
+        assert answer.startswith(b"HTTP/1.1 503") and b"retry-after" in answer
+        serves(live)  # small ones pass
+    until(lambda: not live.server.server_state.tasks)
+    answer = httpx.post(f"{live.url}/v1/chat/completions", json=body(messages=text)).json()
+    assert answer["error"]["code"] == "context_length_exceeded"
 
 
 MALFORMED = {
@@ -158,6 +365,8 @@ def test_malformed_requests_leave_the_server_whole(
             connection.shutdown(socket.SHUT_WR)
         answer = rest_of(connection)
     assert not answer or answer[9:10] == b"4", answer[:200]
+    if answer:
+        assert json.loads(answer.split(b"\r\n\r\n")[-1])["error"]["message"]
     serves(live)
     assert "Traceback" not in caplog.text
 
