@@ -77,7 +77,9 @@ def doctor(checkpoint: str, **options: Any) -> int:
     show_default=True,
     help="vllm: where it runs (`deepdraft env create`).",
 )
-@click.option("--reference-python", "python", metavar="FILE", help="hf: its interpreter.")
+@click.option(
+    "--reference-python", "python", metavar="FILE", help="hf, and vllm as a third: its interpreter."
+)
 @click.option("--tokens", type=click.IntRange(2), metavar="N", help="Length of the text.")
 @click.option("--greedy", type=click.IntRange(0), default=16, show_default=True, metavar="N")
 @click.option(

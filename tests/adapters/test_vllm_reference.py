@@ -16,7 +16,10 @@ from deepdraft.adapters.vllm_reference import VllmReference
 from deepdraft.checkpoint.reader import Checkpoint
 from deepdraft.checkpoint.section import read_config
 from deepdraft.errors import ConfigError, EngineError
+from deepdraft.proof.parity import run as parity
+from deepdraft.proof.parity.reference import Trace
 from deepdraft.proof.parity.run import examine, render
+from deepdraft.proof.parity.sources import from_native
 from deepdraft.proof.parity.target import Target, run
 from deepdraft.proof.tiny_write import write_tiny
 
@@ -62,6 +65,28 @@ def test_an_engine_that_computes_otherwise_fails(llama: Path) -> None:
     result = examine(llama, "vllm", engine=other, tokens=24, search=False)
     assert not result.passed and result.measures is not None
     assert result.measures.first_bad == 5
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.5])
+def test_transformers_as_a_third_side(
+    llama: Path, shift: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its place our own model; a shift is the third side's fault, ours and vLLM's agree."""
+
+    def third(path: Path, ids: list[int], *, greedy: int, python: str) -> Trace:
+        trace = from_native(path, ids, greedy=greedy)
+        trace.name, trace.logits = f"transformers of {python}", trace.logits.clone()
+        trace.logits[7, ids[8]] += shift
+        return trace
+
+    monkeypatch.setattr(parity, "from_transformers", third)
+    result = examine(llama, "vllm", engine=engine_on(llama), tokens=24, python="here")
+    about = result.about["transformers of here"]
+    assert about["first_difference"] is None and about["tokens"] == 16
+    assert result.passed == (shift == 0) and "transformers of here against" in render(result)
+    assert (about["text_log_probability_difference"] < 1e-6) == (shift == 0)
+    if shift:
+        assert [f.cause for f in result.findings] == ["engine: another 1.0"]
 
 
 def test_a_reference_needs_its_engine(llama: Path) -> None:

@@ -139,7 +139,7 @@ def examine(
 ) -> Result:
     """Compares the native engine on `path` with a reference. `target`: an engine's own view of the
     checkpoint (its spec and weights) in place of the checkpoint as it is. `engine`: what computes
-    the reference `vllm`.
+    the reference `vllm`; with `python`, transformers of that interpreter is a third side.
 
     Raises ConfigError for a reference that cannot be had, CheckpointError for unreadable files.
     """
@@ -168,6 +168,12 @@ def examine(
     start = time.perf_counter()
     compare(result, target, trace, search=search)
     result.seconds["ours and diagnosis"] = time.perf_counter() - start
+    if engine is not None and python is not None:
+        start = time.perf_counter()
+        directory = Path(at) if at is not None else path
+        third = from_transformers(directory, trace.ids, greedy=greedy, python=python)
+        compare_third(result, trace, third)
+        result.seconds["transformers"] = time.perf_counter() - start
     if dtype != "float32" and result.passed:
         start = time.perf_counter()
         _halves(result, kind, path, at, target, trace, dtype, python)
@@ -267,6 +273,29 @@ def compare(result: Result, target: Target, trace: Trace, *, search: bool = True
                 "run `deepdraft doctor`: steps and prefill must give the same bits",
             )
         ]
+
+
+def compare_third(result: Result, trace: Trace, third: Trace) -> None:
+    """The reference, whose logits are log-probabilities, against a third engine on its text."""
+    rows = third.logits.log_softmax(-1)
+    found = measure(rows[trace.first :], trace.logits[trace.first :])
+    text = text_difference(rows, trace.logits, trace.ids)
+    free = compare_greedy(third.greedy, trace.greedy, trace.greedy_logits)
+    about = {"dl": found.dl, "text_log_probability_difference": text, **free.as_json()}
+    result.about[third.name] = about
+    where = "equal" if free.first_difference is None else f"part at {free.first_difference}"
+    said = f"dl {found.dl:.2e}, log-probabilities of the text at most {text:.2e} apart"
+    result.notes.append(f"{third.name} against {trace.name}: {said}, greedy tokens {where}")
+    if not found.passed("float32") or not free.passed(found.dl):
+        result.findings.append(
+            Finding(
+                "parity",
+                f"engine: {trace.name}",
+                f"it does not compute what {third.name} computes",
+                f"{said}, greedy tokens {where}",
+                "`deepdraft parity --reference hf` says whether our engine and transformers agree",
+            )
+        )
 
 
 def _halves(
