@@ -40,13 +40,15 @@ def child(directory: str) -> None:
     models: dict[tuple[str, str], Any] = {}
 
     class Clock:
-        """Notes when tokens come; the first call is the prompt."""
+        """Notes when tokens come, and what the process had used; the first call is the prompt."""
 
         def __init__(self) -> None:
             self.times: list[float] = []
+            self.used: list[float] = []
 
         def put(self, value: Any) -> None:
             self.times.append(time.perf_counter())
+            self.used.append(time.process_time())
 
         def end(self) -> None:
             pass
@@ -84,6 +86,7 @@ def child(directory: str) -> None:
             answer = {
                 "ids": out[0, ids.shape[1] :].tolist(),
                 "seconds": clock.times[-1] - clock.times[1],
+                "processor": clock.used[-1] - clock.used[1],
                 "first": clock.times[1] - clock.times[0],
             }
         except (ValueError, RuntimeError, ImportError, NotImplementedError, TypeError) as error:
@@ -147,7 +150,7 @@ def our_run(engine: Any, ids: list[int]) -> dict[str, Any]:
     """One generation through the engine."""
     from deepdraft.types import GenerateRequest, SamplingParams
 
-    times, tokens = [], []
+    times, used, tokens = [], [], []
     start = time.perf_counter()
     request = GenerateRequest(
         request_id="a",
@@ -158,8 +161,14 @@ def our_run(engine: Any, ids: list[int]) -> dict[str, Any]:
     )
     for event in engine.generate(request):
         times += [time.perf_counter()] * len(event.token_ids)
+        used += [time.process_time()] * len(event.token_ids)
         tokens += event.token_ids
-    return {"ids": tokens, "seconds": times[-1] - times[0], "first": times[0] - start}
+    return {
+        "ids": tokens,
+        "seconds": times[-1] - times[0],
+        "processor": used[-1] - used[0],
+        "first": times[0] - start,
+    }
 
 
 def fastest(theirs: Theirs, ids: list[int]) -> tuple[tuple[str, str], dict[str, float]]:
@@ -169,7 +178,7 @@ def fastest(theirs: Theirs, ids: list[int]) -> tuple[tuple[str, str], dict[str, 
         for experts in ("eager", "batched_mm", "grouped_mm", "none"):
             runs = [theirs.run((attention, experts), ids) for _ in range(2)]
             if all("seconds" in run for run in runs):
-                seen[attention, experts] = min(run["seconds"] for run in runs)
+                seen[attention, experts] = min(run["processor"] for run in runs)
     if not seen:
         raise SystemExit(f"transformers cannot run it: {theirs.run(('eager', 'none'), ids)}")
     best = min(seen, key=lambda key: seen[key])
@@ -203,8 +212,10 @@ def measure(kind: str, python: str, real_latents: bool) -> dict[str, Any]:
         finally:
             theirs.close()
             engine.close()
-    middle = [statistics.median(pair[side]["seconds"] for pair in pairs) for side in (0, 1)]
-    first = [statistics.median(pair[side]["first"] for pair in pairs) for side in (0, 1)]
+    middle, used, first = (
+        [statistics.median(pair[side][key] for pair in pairs) for side in (0, 1)]
+        for key in ("seconds", "processor", "first")
+    )
     row = {
         "kind": kind,
         "real_latents": real_latents,
@@ -213,6 +224,8 @@ def measure(kind: str, python: str, real_latents: bool) -> dict[str, Any]:
         "ours_ms_per_token": round(1e3 * middle[0] / (TOKENS - 1), 3),
         "theirs_ms_per_token": round(1e3 * middle[1] / (TOKENS - 1), 3),
         "ratio": round(middle[1] / middle[0], 2),
+        "processor_ms_per_token": [round(1e3 * u / (TOKENS - 1), 3) for u in used],
+        "ratio_of_processor_time": round(used[1] / used[0], 2),
         "ratios_of_pairs": [round(b["seconds"] / a["seconds"], 2) for a, b in pairs],
         "first_token_ms": [round(1e3 * f, 1) for f in first],
         "theirs": "/".join(how),

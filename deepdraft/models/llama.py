@@ -15,7 +15,7 @@ from deepdraft.arch import LlamaArgs
 from deepdraft.models.arithmetic import FamilyWeights
 from deepdraft.models.decoder import DecoderModel, GatedMlp, Record, residual_block
 from deepdraft.models.sequence import StepRows
-from deepdraft.ops.blocked import blocked_attention
+from deepdraft.ops.blocked import PAST_BLOCK, blocked_attention
 from deepdraft.ops.elementwise import rotate
 from deepdraft.ops.rope import RopeTable
 
@@ -41,9 +41,9 @@ class Attention:
         turned = self.act(rotate(qkv[:, : h + k], cos.unsqueeze(1), sin.unsqueeze(1), swap))
         kv = torch.cat([turned[:, h:], qkv[:, h + k :]], 1)
         rows.write("kv", self.layer, kv.view(r, -1))
-        q = turned[:, :h].mul(self.scale)
+        q = turned[:, :h]
         out = [
-            self._attend(q[span.start : span.end], rows.past("kv", self.layer, span), bias)
+            self._attend(rows.of(q, span), rows.past("kv", self.layer, span), bias)
             for span, bias in zip(rows.spans, rows.causal(h // k), strict=True)
         ]
         return self.w_o(self.act(out[0] if len(out) == 1 else torch.cat(out)))
@@ -52,13 +52,15 @@ class Attention:
         """q [R, H, C], past [N, 2 K C], bias [R G, N] -> [R, H C]."""
         r, k, c = q.shape[0], self.kv_heads, self.width
         keys, values = past.view(-1, 2, k, c).unbind(1)
-        grouped = q.view(r, k, -1, c).transpose(0, 1).reshape(k, -1, c)  # rows of a head: R * G
+        grouped = q.unflatten(1, (k, -1)).transpose(0, 1).reshape(k, -1, c)  # rows of a head: R * G
         group = grouped.shape[1] // r
         o = blocked_attention(
             grouped,
-            keys.permute(1, 2, 0).contiguous(),
+            keys.transpose(0, 1),
             values.transpose(0, 1),
             bias,
+            self.scale,
+            block=PAST_BLOCK,
         )
         return o.view(k, r, group, c).transpose(0, 1).reshape(r, -1)
 

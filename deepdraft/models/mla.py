@@ -19,7 +19,7 @@ from torch import Tensor
 from deepdraft.arch import DeepseekV2Args, DeepseekV3Args
 from deepdraft.models.arithmetic import FamilyWeights
 from deepdraft.models.sequence import StepRows
-from deepdraft.ops.blocked import blocked_attention
+from deepdraft.ops.blocked import PAST_BLOCK, blocked_attention
 from deepdraft.ops.elementwise import rms_norm, rotate
 from deepdraft.ops.rope import RopeTable
 
@@ -95,24 +95,26 @@ class LatentAttention:
         rows.write("latent", self.layer, self.act(torch.cat([latent, key], 1)))
 
     def latent_queries(self, q: Tensor, turn: Turn) -> Tensor:
-        """Queries [R, H * (nope + P)] as they meet latents: [R, H, C + P], scale included."""
+        """Queries [R, H * (nope + P)] as they meet latents: [R, H, C + P]."""
         q = q.reshape(q.shape[0], self.heads, -1)
         cos, sin, swap = turn
         turned = rotate(q[..., self.nope :], cos.unsqueeze(1), sin.unsqueeze(1), swap)
         absorbed = torch.bmm(q[..., : self.nope].transpose(0, 1), self.w_key).transpose(0, 1)
-        return self.act(torch.cat([absorbed, turned], -1)).mul_(self.scale)
+        return self.act(torch.cat([absorbed, turned], -1))
 
     def attend_all(self, q: Tensor, rows: StepRows) -> Tensor:
         """Latent queries [R, H, C + P] to all tokens so far -> [R, H, C]."""
         out = []
         for span, bias in zip(rows.spans, rows.causal(self.heads), strict=True):
             past = rows.past("latent", self.layer, span)
-            q_span = q[span.start : span.end].reshape(1, -1, q.shape[-1])
+            past = past.unsqueeze(0)
             o = blocked_attention(
-                q_span,
-                past.t().contiguous().unsqueeze(0),
-                past[:, : self.rank].unsqueeze(0),
+                rows.of(q, span).reshape(1, -1, q.shape[-1]),
+                past,
+                past[..., : self.rank],
                 bias,
+                self.scale,
+                block=PAST_BLOCK,
             )
             out.append(o.view(-1, self.heads, self.rank))
         return out[0] if len(out) == 1 else torch.cat(out)
@@ -121,7 +123,7 @@ class LatentAttention:
         """Latent queries [R, H, C + P] to the chosen tokens -> [R, H, C]."""
         pool = rows.pool.rows["latent"][self.layer]
         keys = pool.index_select(0, chosen.address).view(q.shape[0], -1, q.shape[-1])
-        return blocked_attention(q, keys.transpose(1, 2), keys[..., : self.rank], chosen.bias)
+        return blocked_attention(q, keys, keys[..., : self.rank], chosen.bias, self.scale)
 
     def output(self, o: Tensor) -> Tensor:
         """Attended latents [R, H, C] -> [R, D]."""

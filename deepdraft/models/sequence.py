@@ -20,7 +20,8 @@ from torch import Tensor
 from deepdraft.arch import StateKind
 from deepdraft.errors import StateError
 from deepdraft.models.state import StateItem
-from deepdraft.ops.blocked import whole_blocks
+from deepdraft.ops.blocked import PAST_BLOCK, whole_blocks
+from deepdraft.ops.index import MIN_PRODUCT_ROWS
 
 NOTES = 1024
 """Hidden states of so many tokens are kept for a drafter that was not asked meanwhile."""
@@ -63,7 +64,7 @@ class SequencePool:
     def _entries(self, kind: StateKind) -> int:
         if kind.ring:
             return kind.ring + self.slack
-        return whole_blocks(-(-self.max_tokens // kind.ratio))
+        return whole_blocks(-(-self.max_tokens // kind.ratio), PAST_BLOCK)
 
     @property
     def num_free(self) -> int:
@@ -322,17 +323,23 @@ class StepRows:
         [N, width]."""
         kind, size = self.pool.kinds[name], self.pool.entries[name]
         base = span.sequence.slot * size
-        count = max(whole_blocks(span.last // kind.ratio), whole_blocks(1))
+        count = max(whole_blocks(span.last // kind.ratio, PAST_BLOCK), PAST_BLOCK)
         return self.pool.rows[name][layer, base : base + count]
 
     def causal(self, times: int) -> list[Tensor]:
-        """Per span, 0 where a row may look and -inf elsewhere, every row `times` times:
-        [rows * times, N]."""
+        """Per span, 0 where a row may look and -inf elsewhere, every row `times` times, filled up
+        to the rows that a product with keys needs: [rows * times or more, N]."""
         if times not in self._causal:
             self._causal[times] = []
             for span in self.spans:
-                keys = np.arange(whole_blocks(span.last))
+                keys = np.arange(whole_blocks(span.last, PAST_BLOCK))
                 positions = self.positions[span.start : span.end].repeat(times)
-                bias = np.where(keys <= positions[:, None], 0.0, -np.inf)
+                missing = max(0, MIN_PRODUCT_ROWS - len(positions))
+                positions = np.pad(positions, (0, missing), mode="edge")
+                bias = np.where(keys <= positions[:, None], np.float32(0.0), np.float32(-np.inf))
                 self._causal[times].append(self.tensor(bias).to(self.pool.dtype))
         return self._causal[times]
+
+    def of(self, x: Tensor, span: Span) -> Tensor:
+        """The rows of one span of x [R, ...]."""
+        return x if len(self.spans) == 1 else x[span.start : span.end]

@@ -275,7 +275,7 @@ class Attention:
     def attend(self, q: Tensor, keys: Tensor, bias: Tensor, turn: Turn) -> Tensor:
         """Queries [R, H, C] over keys [R, N, C] with bias [R, H, N] -> [R, D]."""
         act = self.num.act
-        o = blocked_attention(q.mul_(self.width**-0.5), keys.transpose(1, 2), keys, bias)
+        o = blocked_attention(q, keys, keys, bias, self.width**-0.5)
         cos, sin, swap = heads_turn(turn)
         return self._output(act(rotate(act(o), cos, -sin, swap)))
 

@@ -4,55 +4,65 @@ Letters: B independent problems, M query rows of each, N keys (a multiple of the
 channels, Cv value channels.
 
 Contract: the bits of a query row depend on that row, its keys and its bias alone: neither on other
-rows nor on keys beyond its own (bias -inf) that other rows can see. For that, each block is worked
-by itself and the blocks are added as a tree, in which an empty block is an exact zero. Keys come
-channel by channel, so that a product's row does not depend on the row count (docs/numerics.md).
+rows nor on keys beyond its own (bias -inf) that other rows can see. A row's maximum is exact in any
+order; sums are made block by block and added as a tree, in which a block without keys is an exact
+zero.
 """
 
 import torch
 from torch import Tensor
 
 BLOCK_KEYS = 64
-_LOWEST = -1e30
-"""Stands in for the maximum of a block without keys."""
+PAST_BLOCK = 256
+"""For attention to all tokens so far: a text of that length needs no sum over blocks."""
 
 
-def whole_blocks(keys: int) -> int:
+def whole_blocks(keys: int, block: int = BLOCK_KEYS) -> int:
     """The least multiple of the block that holds this many keys."""
-    return -(-keys // BLOCK_KEYS) * BLOCK_KEYS
+    return -(-keys // block) * block
 
 
-def blocked_attention(q: Tensor, keys_t: Tensor, values: Tensor, bias: Tensor) -> Tensor:
-    """Softmax attention: q [B, M, C] (scale included), keys_t [B, C, N], values [B, N, Cv], bias
-    broadcastable to [B, M, N] (0, a logit to add, or -inf) -> [B, M, Cv].
+def blocked_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor,
+    scale: float,
+    *,
+    block: int = BLOCK_KEYS,
+) -> Tensor:
+    """Softmax attention: q [B, M, C], keys [B, N, C], values [B, N, Cv], bias (0, a logit to add,
+    or -inf) broadcastable to [B, M, N] -> [B, M, Cv].
 
-    Every row needs one key at least. keys_t must be contiguous where M varies from call to call.
+    Every row needs one key at least. The bias may have more rows than q, which is filled up then:
+    `index.MIN_PRODUCT_ROWS` where M varies from call to call (docs/numerics.md).
     """
-    single = q.shape[1] == 1
-    if single:  # a product of one row takes another path in BLAS, with other bits
-        q = q.expand(-1, 2, -1)
-    b, m, n = q.shape[0], q.shape[1], keys_t.shape[2]
-    blocks = n // BLOCK_KEYS
-    scores = torch.bmm(q, keys_t).add_(bias).view(b, m, blocks, BLOCK_KEYS)
-    top = scores.amax(-1, keepdim=True).clamp_(min=_LOWEST)
-    weights = scores.sub_(top).exp_()
-    total = weights.sum(-1).transpose(1, 2).unsqueeze(-1)  # [B, blocks, M, 1]
-    by_block = weights.transpose(1, 2).reshape(b * blocks, m, BLOCK_KEYS)
-    parts = torch.bmm(by_block, values.reshape(b * blocks, BLOCK_KEYS, -1))
-    parts = parts.view(b, blocks, m, -1)
-    if blocks > 1:
-        share = (top - top.amax(2, keepdim=True)).exp_().transpose(1, 2)
-        both = _tree_sum(torch.cat([parts, total], -1).mul_(share))[:, 0]
-        out = both[..., :-1] / both[..., -1:]
-    else:
-        out = parts[:, 0].div_(total[:, 0])
-    return out[:, :1] if single else out
+    b, m, n = q.shape[0], q.shape[1], keys.shape[1]
+    two = max(m, 2)  # a product of one row takes another path in BLAS, with other bits
+    rows = max(two, bias.shape[-2])
+    if m < rows:
+        q = torch.cat([q, q[:, :1].expand(-1, rows - m, -1)], 1)
+    scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=scale)
+    if two < rows:
+        scores = scores[:, :two]
+    weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
+    blocks = n // block
+    if blocks == 1:
+        out = torch.bmm(weights, values).div_(weights.sum(-1, keepdim=True))
+        return out[:, :1] if m == 1 else out
+    weights = weights.view(b, two, blocks, block).transpose(1, 2).reshape(b * blocks, two, block)
+    parts = torch.bmm(weights, values.reshape(b * blocks, block, -1))
+    parts = torch.cat([parts, weights.sum(-1, keepdim=True)], 2)
+    whole = _tree_sum(parts.view(b, blocks, two, -1))
+    out = whole[..., :-1] / whole[..., -1:]
+    return out[:, :1] if m == 1 else out
 
 
 def _tree_sum(x: Tensor) -> Tensor:
-    """Sum over axis 1, which is kept: neighbours in pairs, then pairs of pairs, and so on."""
-    while x.shape[1] > 1:
-        even = x.shape[1] // 2 * 2
-        pairs = x[:, 0:even:2] + x[:, 1:even:2]
-        x = pairs if even == x.shape[1] else torch.cat([pairs, x[:, even:]], 1)
-    return x
+    """Sum over axis 1, which overwrites x: the second half, cut short where x is, on the first."""
+    n = x.shape[1]
+    while n > 1:
+        half = 1 << (n - 1).bit_length() - 1
+        x[:, : n - half].add_(x[:, half:n])
+        n = half
+    return x[:, 0]

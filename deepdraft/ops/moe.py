@@ -4,6 +4,7 @@ Letters: R rows, E experts (the shared expert is the last one, number E-1), K pi
 the shared expert last, D hidden, F expert width.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -71,6 +72,8 @@ def expert_products(
 
 def _activate(h: Tensor, limit: float) -> Tensor:
     gate, up = h.chunk(2, -1)
+    if limit == math.inf:
+        return silu(gate).mul_(up)
     return silu(gate.clamp(max=limit)).mul_(up.clamp(-limit, limit))
 
 
@@ -86,12 +89,12 @@ def _gathered(
     quantise: Callable[[Tensor], Tensor],
 ) -> Tensor:
     n, k = num_rows, picks.shape[1]
-    if n == 1:
-        picks, weights = picks[:1], weights[:1]
     # Two equal rows a product: a product of one row takes another path in BLAS, with other bits. A
     # single row is padded to two already.
-    pairs = x.unsqueeze(0) if n == 1 else x.unsqueeze(1).expand(-1, 2, -1)
-    pairs = pairs.unsqueeze(1).expand(-1, k, -1, -1).reshape(n * k, 2, -1)
+    if n == 1:
+        picks, weights, pairs = picks[0], weights[0], x.expand(k, -1, -1)
+    else:
+        pairs = x.view(n, 1, 1, -1).expand(-1, k, 2, -1).reshape(n * k, 2, -1)
     flat = picks.reshape(-1)
     h = torch.bmm(pairs, w13.index_select(0, flat))
     f = _activate(round_up(h), limit).mul_(weights.reshape(-1, 1, 1))

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from deepdraft.arch import Rope, Router
-from deepdraft.ops.blocked import BLOCK_KEYS, blocked_attention, whole_blocks
+from deepdraft.ops.blocked import BLOCK_KEYS, PAST_BLOCK, blocked_attention, whole_blocks
 from deepdraft.ops.elementwise import rotate
+from deepdraft.ops.index import MIN_PRODUCT_ROWS
 from deepdraft.ops.rope import RopeTable, frequencies
 from deepdraft.ops.routing import choose, expert_scores, expert_weights
 from deepdraft.quant.blocks import dequantize_fp8_block, quantize_fp8_block
@@ -36,25 +37,27 @@ def test_attention(keys: int, rows: int) -> None:
     bias = causal(rows, keys, n)
     scores = q.double() @ k.double().transpose(1, 2) + bias
     wanted = scores.softmax(-1) @ v.double()
-    got = blocked_attention(q, k.transpose(1, 2).contiguous(), v, bias)
+    got = blocked_attention(q, k, v, bias, 1.0)
     assert got.shape == (2, rows, 20)
     assert float((got - wanted).abs().max()) < 1e-5
     assert n % BLOCK_KEYS == 0 and n - keys < BLOCK_KEYS
 
 
+@pytest.mark.parametrize("block", [BLOCK_KEYS, PAST_BLOCK])
 @pytest.mark.parametrize("channels", [24, 64, 192, 576])
-def test_a_row_of_attention_depends_on_its_keys_alone(channels: int) -> None:
+def test_a_row_of_attention_depends_on_its_keys_alone(channels: int, block: int) -> None:
     """Neither the row count nor keys that only later rows see change a bit."""
     total, rows = 1000, 40
-    n = whole_blocks(total)
+    n = whole_blocks(total, block)
     q = rand(1, rows, channels)
     k, v = rand(1, n, channels, seed=1), rand(1, n, channels, seed=2)
 
     def run(first: int, last: int, keys: int) -> Tensor:
-        size = whole_blocks(keys)
+        size = whole_blocks(keys, block)
         bias = causal(rows, total, size)[first:last]
-        keys_t = k[:, :size].transpose(1, 2).contiguous()
-        return blocked_attention(q[:, first:last], keys_t, v[:, :size], bias)
+        missing = max(0, MIN_PRODUCT_ROWS - len(bias))
+        bias = torch.cat([bias, bias[-1:].expand(missing, -1)])
+        return blocked_attention(q[:, first:last], k[:, :size], v[:, :size], bias, 0.3, block=block)
 
     whole = run(0, rows, total)
     for first, last in ((0, 1), (0, 2), (1, 4), (5, 12), (7, 24), (39, 40)):
@@ -65,12 +68,12 @@ def test_a_row_of_attention_depends_on_its_keys_alone(channels: int) -> None:
 
 def test_blocks_without_keys_count_for_nothing() -> None:
     q, v = rand(1, 2, 16), rand(1, 320, 16, seed=2)
-    k = rand(1, 16, 320, seed=1)
+    k = rand(1, 320, 16, seed=1)
     bias = torch.full((2, 320), -torch.inf)
     bias[:, 70:90] = 0.0
     bias[1, 5] = 0.0
-    wanted = (q @ k + bias).softmax(-1) @ v
-    got = blocked_attention(q, k, v, bias)
+    wanted = (q @ k.transpose(1, 2) + bias).softmax(-1) @ v
+    got = blocked_attention(q, k, v, bias, 1.0)
     assert torch.allclose(got, wanted, atol=1e-6) and torch.isfinite(got).all()
 
 
