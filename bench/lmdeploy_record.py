@@ -22,7 +22,7 @@ from deepdraft.adapters.lmdeploy_check import check
 from deepdraft.adapters.lmdeploy_launch import plan
 from deepdraft.proof.bench import provenance
 from deepdraft.proof.tiny_write import write_tiny
-from tests.adapters.stacked import write_stacked
+from tests.checkpoint.stacked import write_stacked
 
 KINDS = {"coder": "llama", "v2-lite": "v2-lite", "v2": "v2", "v3": "v3", "stacked": "v3"}
 KNOWN = {"v2": ("its router", "its router")}

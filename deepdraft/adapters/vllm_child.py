@@ -2,8 +2,10 @@
 
 Order (`child`): {"options": engine options, "prompts": [[ids]], "tokens": n, "best": how many
 log-probabilities of a position are told (-1: all), "vocab": V}. Answer: {"version", "tokens":
-[[ids]]}, and beside it arrays.safetensors with i.prompt [N, V], whose row j follows token j of
-prompt i, and i.greedy [n, V], whose row j chose the continuation's token j; NaN was not told.
+[[ids]], "accepted": [steps that drafted, those whose first draft was accepted, whose first two
+were, ...], empty where nothing drafts}. Beside it arrays.safetensors with i.prompt [N, V], whose
+row j follows token j of prompt i, and i.greedy [n, V], whose row j chose the continuation's token
+j; NaN was not told.
 """
 
 import json
@@ -27,7 +29,8 @@ def main(folder: Path) -> None:
         return out
 
     best = order["best"]
-    engine = vllm.LLM(**order["options"], max_logprobs=best, disable_log_stats=True)
+    drafts = "speculative_config" in order["options"]
+    engine = vllm.LLM(**order["options"], max_logprobs=best, disable_log_stats=not drafts)
     params = vllm.SamplingParams(
         temperature=0.0,
         max_tokens=order["tokens"],
@@ -44,7 +47,11 @@ def main(folder: Path) -> None:
         arrays[f"{i}.prompt"] = rows([*output.prompt_logprobs[1:], first.logprobs[0]])
         arrays[f"{i}.greedy"] = rows(list(first.logprobs))
     save_file(arrays, folder / "arrays.safetensors")
-    answer = {"version": vllm.__version__, "tokens": tokens}
+    answer = {"version": vllm.__version__, "tokens": tokens, "accepted": []}
+    if drafts:
+        told = {metric.name: metric for metric in engine.get_metrics()}
+        accepted = told["vllm:spec_decode_num_accepted_tokens_per_pos"].values
+        answer["accepted"] = [told["vllm:spec_decode_num_drafts"].value, *accepted]
     (folder / "answer.json").write_text(json.dumps(answer))
 
 

