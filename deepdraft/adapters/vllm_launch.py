@@ -153,9 +153,10 @@ def refuse_on_cpu(args: Any, config: dict[str, Any]) -> None:
     """Says in milliseconds what the CPU build would say after a minute. Raises ConfigError."""
     kind = config.get("model_type")
     if isinstance(args, V4Args | V41Args):
+        lacks = "has no classes for CPUs" if isinstance(args, V41Args) else "calls Triton kernels"
         raise ConfigError(
-            f"vLLM has no CPU kernels for {kind}: it loads every weight and fails in the first "
-            "step. Serve it with deepdraft, or with vLLM on a GPU"
+            f"vLLM cannot serve {kind} on a CPU: its model {lacks}, so it loads every weight and "
+            "fails in the first step. Serve it with deepdraft, or with vLLM on a GPU"
         )
     if isinstance(args, DeepseekV3Args) and args.index_topk:
         raise ConfigError(

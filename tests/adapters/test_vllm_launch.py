@@ -19,7 +19,7 @@ def made(tmp_path: Path, kind: str, **options: Any) -> Path:
 
 @pytest.mark.parametrize(
     ("kind", "says"),
-    [("v32", "no sparse attention"), ("v4", "no CPU kernels"), ("v41", "no CPU kernels")],
+    [("v32", "no sparse attention"), ("v4", "Triton kernels"), ("v41", "no classes for CPUs")],
 )
 def test_refusals_on_a_cpu(tmp_path: Path, kind: str, says: str) -> None:
     checkpoint = made(tmp_path, kind, **({} if kind == "v41" else {"real_latents": True}))

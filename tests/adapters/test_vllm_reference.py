@@ -98,7 +98,7 @@ def test_refusals_come_before_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DEEPDRAFT_ENVIRONMENTS", str(tmp_path / "none"))
-    with pytest.raises(ConfigError, match="no CPU kernels for deepseek_v41"):
+    with pytest.raises(ConfigError, match="cannot serve deepseek_v41 on a CPU"):
         VllmReference(write_tiny(tmp_path / "v41", "v41"))
     with pytest.raises(ConfigError, match="deepdraft env create vllm-cpu"):
         VllmReference(write_tiny(tmp_path / "llama", "llama"))

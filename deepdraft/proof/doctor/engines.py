@@ -68,9 +68,10 @@ def _stacks(args: Any, engine: str) -> Finding:
 
 def _vllm_cpu(args: Any) -> Iterator[Finding]:
     """Limits of vLLM's CPU build; on a GPU they do not hold, so they are warnings."""
-    sparse = isinstance(args, DeepseekV3Args) and args.index_topk
-    if sparse or isinstance(args, V4Args):
+    if isinstance(args, DeepseekV3Args) and args.index_topk:
         yield _cannot("vllm", "model_type", "has no sparse attention on a CPU (0.32, 0.33)")
+    elif isinstance(args, V4Args | V41Args):
+        yield _cannot("vllm", "model_type", "serves this family on GPUs only (0.32)")
     elif isinstance(args, DeepseekV2Args | DeepseekV3Args):
         sizes = (args.kv_lora_rank, args.qk_rope_head_dim)
         if sizes != (512, 64):
