@@ -18,6 +18,7 @@ from deepdraft.kernels import prefill_experts as pe
 from deepdraft.kernels import prefill_gemm as pg
 from deepdraft.kernels import prefill_index as pi
 from deepdraft.kernels import prefill_streams as ps
+from deepdraft.kernels import prefill_unpacked as pu
 from deepdraft.models.v41_prefill_layers import Plans
 from deepdraft.proof.bench_prefill import Ceilings, PrefillBench
 
@@ -72,19 +73,23 @@ class Kernels:
         return found
 
     def dense(self, w: Any, blocks: int = 1) -> dict[str, object]:
-        """A dense map; `torch`: the same with bf16 weights by torch's own product."""
+        """A dense map, unpacked on the way and first; `torch`: the same with bf16 weights by
+        torch's own product."""
         x = self.halves(self.rows, blocks * w.cols)
-        changes = {
-            "wide": (256, 64), "tall": (128, 64), "groups": (4,), "warps": (4,), "stages": (2, 4),
-            "band": (1, 32),
-        }  # fmt: skip
         runs: Runs = {
-            short(p): lambda p=p: pg.gemm(x, w, blocks=blocks, plan=p)
-            for p in variants(self.plans.gemm, **changes)
+            f"on the way {short(p)}": lambda p=p: pg.gemm(x, w, blocks=blocks, plan=p)
+            for p in variants(self.plans.gemm, groups=(4,))
         }
+        space = torch.empty((w.rows + 64) * w.cols, dtype=torch.bfloat16, device=self.device)
+        whole = pu.unpack_dense(w, space)
+        runs["unpack"] = lambda: pu.unpack_dense(w, space)
+        for p in variants(self.plans.plain, stages=(4,), band=(4,), warps=(4,)):
+            runs[f"plain {short(p)}"] = lambda p=p: pu.plain_gemm(
+                x, whole, w.rows, blocks=blocks, plan=p
+            )
         if blocks == 1:
-            whole = self.halves(w.cols, w.rows)
-            runs["torch"] = lambda: x @ whole
+            turned = whole[: w.rows].t()
+            runs["torch"] = lambda: x @ turned
         moved = w.nbytes + 2.0 * self.rows * (w.rows + x.shape[1])
         return self.times(runs, 2.0 * self.rows * w.rows * w.cols, moved)
 
@@ -95,61 +100,76 @@ class Kernels:
         return some.int(), torch.rand(some.shape, device=self.device)
 
     def experts(self, half: str) -> dict[str, object]:
-        """Half of the routed experts."""
-        rows, count = self.rows, self.args.n_routed_experts
+        """Half of the routed experts: unpacked on the way; first, all of them a group at a time."""
+        rows, count, plain = self.rows, self.args.n_routed_experts, self.plans.plain
         picks, weights = self.picks()
-        v = self.halves(rows, self.args.hidden_size)
-        h = self.halves(picks.numel(), self.args.moe_intermediate_size)
-        w = self.layer.experts
+        up, w = half == "up", self.layer.experts
+        used, hidden, width = (w.w13 if up else w.w2), w.w2.rows, w.w2.cols
+        x = self.halves(rows, hidden) if up else self.halves(picks.numel(), width)
         runs: Runs = {}
-        for plan in self.expert_plans():
-            found = pe.sort_picks(picks, count, plan=plan)
-            if half == "up":
-                runs[short(plan)] = lambda p=plan, s=found: pe.sorted_up(
-                    v, s, weights, w.w13, limit=10.0, plan=p
-                )
-            else:
-                runs[short(plan)] = lambda p=plan, s=found: pe.sorted_down(
-                    h, s, w.w2, rows=rows, plan=p
-                )
-        used = w.w13 if half == "up" else w.w2
+        base = self.plans.experts
+        for plan in (base, dataclasses.replace(base, wide=64, tall=256, groups=4))[:MOST]:
+            found = pe.sort_picks(picks, count, tall=plan.tall)
+            runs[f"on the way {short(plan)}"] = lambda p=plan, s=found: (
+                pe.sorted_up(x, s, weights, w.w13, limit=10.0, plan=p)
+                if up
+                else pe.sorted_down(x, s, w.w2, rows=rows, plan=p)
+            )
+        each = min(self.plans.experts_at_once, count)
+        space = torch.empty(each * used.rows * used.cols, dtype=torch.bfloat16, device=self.device)
+        y = self.halves(picks.numel(), width if up else hidden)
+        more = {"weights": weights, "limit": 10.0} if up else {}
+
+        def unpack() -> list[Tensor]:
+            return [
+                pu.unpack_experts(used, at, min(each, count - at), space, together=up)
+                for at in range(0, count, each)
+            ]
+
+        def multiply(plan: Any, found: pe.SortedPicks) -> None:
+            part = space[: each * used.rows * used.cols].view(each, used.rows, used.cols)
+            for at in range(0, count, each):
+                pu.plain_experts(
+                    x, part[: min(each, count - at)], at, found.order, found.tiles, found.ends, y,
+                    picks=picks.shape[1], plan=plan, **more,
+                )  # fmt: skip
+
+        runs["unpack"] = unpack
+        unpack()
+        for plan in variants(plain, stages=(4,), programs=(264,)):
+            found = pe.sort_picks(picks, count, tall=plan.tall)
+            runs[f"plain {short(plan)}"] = lambda p=plan, s=found: multiply(p, s)
         return self.times(runs, 2.0 * picks.numel() * used.rows * used.cols, float(used.nbytes))
 
-    def expert_plans(self) -> list[pe.ExpertPlan]:
-        """What is tried: sides of the tile, then steps."""
-        base = self.plans.experts
-        sides = [(64, 256), (64, 128), (64, 64), (128, 64), (128, 256)]
-        found = [base, *(dataclasses.replace(base, wide=w, tall=t) for w, t in sides)]
-        found += variants(base, groups=(4, 1), warps=(4,), stages=(2, 4))[1:]
-        found += variants(found[1], stages=(2,), groups=(4,))[1:]
-        return found[:MOST]
-
     def same_bits(self) -> dict[str, bool]:
-        """Whether results do not depend on the height of a tile: if so, it may be chosen by the
-        number of rows."""
-        rows = min(self.rows, 512)
-        picks, weights = (t[:rows].contiguous() for t in self.picks())
-        v, w = self.halves(rows, self.args.hidden_size), self.layer.experts
-        x, found = self.halves(rows, self.layer.attention.w_in.cols), {}
-        first: list[Tensor] | None = None
-        for tall in (16, 64, 128, 256):
-            plan = dataclasses.replace(self.plans.experts, tall=tall)
-            s = pe.sort_picks(picks, self.args.n_routed_experts, plan=plan)
-            h = pe.sorted_up(v, s, weights, w.w13, limit=10.0, plan=plan)
-            own = dataclasses.replace(self.plans.gemm, tall=tall)
-            got = [
-                pe.sorted_down(h, s, w.w2, rows=rows, plan=plan),
-                pg.gemm(x, self.layer.attention.w_in, plan=own),
-            ]
-            first = first or got
-            found[f"tall={tall}"] = all(map(torch.equal, got, first))
+        """Whether results depend neither on the height of a tile nor on when weights are unpacked:
+        if so, both may be chosen by the number of rows."""
+        rows, found = min(self.rows, 512), {}
+        x = self.halves(rows, self.layer.attention.w_in.cols)
+        w = self.layer.attention.w_in
+        space = torch.empty((w.rows + 64) * w.cols, dtype=torch.bfloat16, device=self.device)
+        plan = dataclasses.replace(self.plans.gemm, tall=128)
+        first = pg.gemm(x, w, dtype=torch.float32, plan=plan)
+        for tall in (64, 256):
+            own = dataclasses.replace(plan, tall=tall)
+            got = pg.gemm(x, w, dtype=torch.float32, plan=own)
+            found[f"tall={tall}"] = torch.equal(got, first)
+        whole = pu.unpack_dense(w, space)
+        got = pu.plain_gemm(x, whole, w.rows, dtype=torch.float32, plan=self.plans.plain)
+        found["unpacked first"] = torch.equal(got, first)
+        found["cublas"] = torch.equal(
+            torch.mm(x, whole[: w.rows].t(), out_dtype=torch.float32)
+            if x.is_cuda
+            else x.float() @ whole[: w.rows].float().t(),
+            first,
+        )
         return found
 
     def sorting(self) -> dict[str, object]:
         """The sort of picks."""
         picks, _ = self.picks()
         count, plan = self.args.n_routed_experts, self.plans.experts
-        runs: Runs = {"sort": lambda: pe.sort_picks(picks, count, plan=plan)}
+        runs: Runs = {"sort": lambda: pe.sort_picks(picks, count, tall=plan.tall)}
         return self.times(runs, 0.0, 8.0 * picks.numel())
 
     def index(self, context: int) -> dict[str, object]:
@@ -161,15 +181,26 @@ class Kernels:
         reach = (context + torch.arange(rows, device=self.device) + 1) // 2
         reach = reach.clamp(max=keys.shape[0]).int()
         base = torch.zeros_like(reach)
-        changes = {"rows": (2, 8), "entries": (64, 256), "warps": (4,)}
-        runs: Runs = {
-            short(p): lambda p=p: pi.stream_top(
-                q, w, keys, base, reach, args.index_topk, weight_scale=0.01, plan=p
+        space = torch.empty(
+            keys.shape[0], args.index_head_dim, dtype=torch.bfloat16, device=self.device
+        )
+        values = pi.key_values(keys[: int(reach.max())], space)
+        runs: Runs = {"unpack": lambda: pi.key_values(keys[: int(reach.max())], space)}
+        base_plan = self.plans.index
+        plans = [("plain", p) for p in self.index_plans(base_plan)] + [("packed", base_plan)]
+        for name, plan in plans:
+            used = values if name == "plain" else keys
+            runs[f"{name} {short(plan)}"] = lambda p=plan, used=used: pi.stream_top(
+                q, w, used, base, reach, args.index_topk, weight_scale=0.01, plan=p
             )
-            for p in variants(self.plans.index, **changes)
-        }
         flop = 2.0 * float(reach.double().sum()) * args.index_n_heads * args.index_head_dim
         return self.times(runs, flop, float(keys.shape[1]) * float(reach.max()))
+
+    def index_plans(self, base: pi.IndexPlan) -> list[pi.IndexPlan]:
+        """What is tried with keys that are unpacked first."""
+        found = variants(base, turns=(4,), entries=(64,), rows=(2,))
+        wide = dataclasses.replace(base, rows=8, entries=64, turns=16)
+        return [*found, wide, dataclasses.replace(base, rows=8, warps=8)][:MOST]
 
     def attention(self) -> dict[str, object]:
         """Sparse attention, lists anywhere in the cache."""
@@ -183,13 +214,20 @@ class Kernels:
         lists = torch.randint(0, main.shape[0], shape, device=self.device).sort(1).values.int()
         keys = self.halves(rows + window, c)
         first = torch.zeros(rows, dtype=torch.int32, device=self.device)
-        runs: Runs = {
-            short(p): lambda p=p: pa.attend_rows(
-                q, *tables, keys, first, a.sink, places=window, scale=c**-0.5, main=main,
-                main_rows=lists, plan=p,
-            )
-            for p in variants(self.plans.attention, heads=(32, 16), warps=(4, 16), stages=(1, 3))
-        }  # fmt: skip
+        space = torch.empty(main.shape[0], c, dtype=torch.bfloat16, device=self.device)
+        values = pa.main_values(main, space)
+        runs: Runs = {"unpack": lambda: pa.main_values(main, space)}
+        for name, used in (("packed", main), ("plain", values)):
+            for p in variants(self.plans.attention, stages=(1,))[: 1 if name == "packed" else 9]:
+                runs[f"{name} {short(p)}"] = lambda p=p, used=used: pa.attend_rows(
+                    q, *tables, keys, first, a.sink, places=window, scale=c**-0.5, main=used,
+                    main_rows=lists, plan=p,
+                )  # fmt: skip
+        some = lists // 64  # rows that share entries
+        runs["plain, entries that are shared"] = lambda: pa.attend_rows(
+            q, *tables, keys, first, a.sink, places=window, scale=c**-0.5, main=values,
+            main_rows=some, plan=self.plans.attention,
+        )  # fmt: skip
         flop = 4.0 * rows * heads * c * (window + args.index_topk)
         return self.times(runs, flop, 4.0 * rows * heads * c)
 
@@ -206,7 +244,7 @@ class Kernels:
                 x, self.layer.attn_norm, y=y, shared=shared, coef=coef, mix=mix,
                 iters=args.hc_sinkhorn_iters, eps=args.hc_eps, norm_eps=args.rms_norm_eps, plan=p,
             )
-            for p in variants(self.plans.streams, rows=(16, 64), channels=(64,), warps=(8, 2))
+            for p in variants(self.plans.streams, rows=(16,), channels=(64,), warps=(8,))
         }  # fmt: skip
         return self.times(runs, 0.0, 2.0 * rows * d * (2 * s + k + 4))
 
@@ -219,16 +257,16 @@ def run(
     kernels = Kernels(bench, ceilings, plans, clock)
     a, e = kernels.layer.attention, kernels.layer.experts
     dense = {
-        "w_in": (a.w_in, 1), "w_query": (a.w_query, 1), "wo_a": (a.wo_a, a.groups),
-        "wo_b": (a.wo_b, 1), "shared13": (e.shared13, 1), "router": (e.gate, 1),
+        "w_query": (a.w_query, 1), "wo_a": (a.wo_a, a.groups), "w_in": (a.w_in, 1),
+        "shared13": (e.shared13, 1), "router": (e.gate, 1),
     }  # fmt: skip
-    for name, (w, blocks) in dense.items():
-        results.stage(f"gemm_{name}", lambda w=w, b=blocks: kernels.dense(w, b), needs=15)
     for half in ("up", "down"):
         results.stage(f"experts_{half}", lambda h=half: kernels.experts(h), needs=20)
+    results.stage("attention", kernels.attention, needs=20)
+    for context in (tokens - kernels.rows, tokens // 4, 0):
+        results.stage(f"index_{context}", lambda n=context: kernels.index(n), needs=20)
+    results.stage("streams", kernels.streams, needs=10)
+    for name, (w, blocks) in dense.items():
+        results.stage(f"gemm_{name}", lambda w=w, b=blocks: kernels.dense(w, b), needs=10)
     results.stage("sort_picks", kernels.sorting)
     results.stage("same_bits", kernels.same_bits)
-    for context in (0, tokens // 4, tokens - kernels.rows):
-        results.stage(f"index_{context}", lambda n=context: kernels.index(n), needs=20)
-    results.stage("attention", kernels.attention, needs=20)
-    results.stage("streams", kernels.streams, needs=20)

@@ -31,6 +31,7 @@ from deepdraft.kernels import (
     prefill_index,
     prefill_streams,
 )
+from deepdraft.kernels import prefill_unpacked as plain
 from deepdraft.kernels.gemv import QuantRows
 from deepdraft.kernels.native import fragments
 
@@ -71,7 +72,9 @@ def experts(order: str, which: str) -> Launch:
     make = tiled_experts if order == "tiled" else lambda n, k: streamed("fp4", n, k)
     count = ROWS * PICKS
     tiles = count // prefill_experts.PLAN.tall + EXPERTS
-    picks = prefill_experts.SortedPicks(ints(count), ints(3, tiles), prefill_experts.PLAN.tall)
+    picks = prefill_experts.SortedPicks(
+        ints(count), ints(3, tiles), prefill_experts.PLAN.tall, ints(EXPERTS)
+    )
     if which == "up":
         return lambda: prefill_experts.sorted_up(
             halves(ROWS, HIDDEN), picks, floats(ROWS, PICKS), make(2 * WIDTH, HIDDEN), limit=10.0
@@ -81,33 +84,77 @@ def experts(order: str, which: str) -> Launch:
     )
 
 
+def unpacking(order: str, which: str) -> Launch:
+    shape = (2 * WIDTH, HIDDEN) if which == "up" else (HIDDEN, WIDTH)
+    w = tiled_experts(*shape) if order == "tiled" else streamed("fp4", *shape)
+    space = halves(32 * shape[0] * shape[1])
+    return lambda: plain.unpack_experts(w, 0, 32, space, together=which == "up")
+
+
+def plain_experts(which: str) -> Launch:
+    count = ROWS * PICKS
+    at = ints(count), ints(3, count // plain.PLAN.tall + EXPERTS), ints(EXPERTS)
+    if which == "up":
+        return lambda: plain.plain_experts(
+            halves(ROWS, HIDDEN), halves(32, 2 * WIDTH, HIDDEN), 32, *at, halves(count, WIDTH),
+            picks=PICKS, weights=floats(ROWS, PICKS), limit=10.0,
+        )  # fmt: skip
+    return lambda: plain.plain_experts(
+        halves(count, WIDTH), halves(32, HIDDEN, WIDTH), 32, *at, halves(count, HIDDEN),
+        picks=PICKS,
+    )  # fmt: skip
+
+
 def cases() -> Iterator[tuple[str, Launch]]:
     """Name and launch of every kernel at the published sizes."""
     for order in ("fp8", "streamed"):
         yield f"dense wq_b {order}", dense(36864, 1280, order)
         yield f"dense wo_a {order}", dense(8192, 4096, order, blocks=8, quantize=True)
         yield f"dense wo_b {order}", dense(HIDDEN, 8192, order)
+    for order in ("fp8", "streamed"):
+        w = streamed("fp8", 36864, 1280) if order == "streamed" else fake_tiled(order, 36864, 1280)
+        yield f"unpack wq_b {order}", lambda w=w: plain.unpack_dense(w, halves(36864 * 1280))
+    yield "plain wq_b", lambda: plain.plain_gemm(halves(ROWS, 1280), halves(36864, 1280), 36864)
+    yield (
+        "plain wo_a",
+        lambda: plain.plain_gemm(
+            halves(ROWS, 32768), halves(8192, 4096), 8192, blocks=8, quantize=True
+        ),
+    )
     yield "dense raw bf16", dense(1056, HIDDEN, "bf16", dtype=torch.float32)
     codes = QuantRows(meta(ROWS, 6144), floats(192, ROWS))
     yield "values", lambda: prefill_gemm.values(codes)
     for order in ("tiled", "streamed"):
         for which in ("up", "down"):
             yield f"experts {which} {order}", experts(order, which)
+            yield f"unpack {which} {order}", unpacking(order, which)
+    for which in ("up", "down"):
+        yield f"plain experts {which}", plain_experts(which)
+    for name, keys in (("", meta(1 << 19, 68)), (" unpacked", halves(1 << 19, 128))):
+        yield (
+            f"index{name}",
+            lambda keys=keys: prefill_index.stream_top(
+                halves(ROWS, 32, 128), floats(ROWS, 1056), keys, ints(ROWS), ints(ROWS), 512,
+                weight_scale=0.01, weight_start=1024, skip=512,
+            ),
+        )  # fmt: skip
+    yield "key values", lambda: prefill_index.key_values(meta(1 << 19, 68), halves(1 << 19, 128))
+    for name, main in (
+        ("", {"main": meta(1 << 19, 288), "main_rows": ints(ROWS, 512)}),
+        (" unpacked", {"main": halves(1 << 19, 512), "main_rows": ints(ROWS, 512)}),
+        (" window only", {}),
+    ):
+        yield (
+            f"attention{name}",
+            lambda main=main: prefill_attention.attend_rows(
+                halves(ROWS, 36864), floats(ROWS, 32), floats(ROWS, 32), halves(ROWS + 128, 512),
+                ints(ROWS), floats(64), places=128, scale=512**-0.5, **main,
+            ),
+        )  # fmt: skip
     yield (
-        "index",
-        lambda: prefill_index.stream_top(
-            halves(ROWS, 32, 128), floats(ROWS, 1056), meta(1 << 19, 68), ints(ROWS), ints(ROWS),
-            512, weight_scale=0.01, weight_start=1024, skip=512,
-        ),
-    )  # fmt: skip
-    yield (
-        "attention",
-        lambda: prefill_attention.attend_rows(
-            halves(ROWS, 36864), floats(ROWS, 32), floats(ROWS, 32), halves(ROWS + 128, 512),
-            ints(ROWS), floats(64), places=128, scale=512**-0.5, main=meta(1 << 19, 288),
-            main_rows=ints(ROWS, 512),
-        ),
-    )  # fmt: skip
+        "main values",
+        lambda: prefill_attention.main_values(meta(1 << 19, 288), halves(1 << 19, 512)),
+    )
     yield "window values", lambda: prefill_attention.window_values(meta(ROWS, 528))
     x, norm, coef = halves(ROWS, 4, HIDDEN), floats(HIDDEN), floats(ROWS, 24)
     mix = prefill_streams.Mix(halves(3, 24, 4 * HIDDEN), floats(24), floats(3))

@@ -6,7 +6,8 @@ a running maximum, as the published arithmetic does; one program holds the sums 
 nothing but the result is written. A row's bits depend on that row alone.
 
 Window keys of a chunk are unpacked once, as bf16 with even channels before odd ones
-(`window_values`); main records are gathered as stored and unpacked where they are used.
+(`window_values`). Main records are gathered as stored and unpacked where they are used, or, where
+many rows use them, all unpacked first (`main_values`): the same values, the same bits.
 
 Letters: R rows, H heads, C channels, W window places, K selected places, P rotary pairs.
 """
@@ -56,6 +57,32 @@ def window_values_kernel(records_ptr, out_ptr, C: tl.constexpr, CP: tl.constexpr
 
 
 @triton.jit
+def main_keys(main_ptr, row, wanted, C: tl.constexpr, CP: tl.constexpr):
+    """Records of these rows int64 [N]: even and odd channels, bf16 [N, CP / 2]."""
+    i, g = tl.arange(0, CP // 2), tl.arange(0, CP // 16)
+    at = main_ptr + (row * (C // 2 + C // 16))[:, None]
+    mask = wanted[:, None] & (i < C // 2)[None, :]
+    low, high = unpack_pairs(tl.load(at + i[None, :], mask=mask, other=0))
+    mask = wanted[:, None] & (g < C // 16)[None, :]
+    scale = from_e4m3(tl.load(at + C // 2 + g[None, :], mask=mask, other=0))
+    scale = spread(scale, 8)
+    return scaled_bf16(low, scale), scaled_bf16(high, scale)
+
+
+@triton.jit
+def main_values_kernel(
+    records_ptr, out_ptr, COUNT, C: tl.constexpr, CP: tl.constexpr, N: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    i = tl.arange(0, CP // 2)
+    low, high = main_keys(records_ptr, row, row < COUNT, C, CP)
+    here = (row < COUNT)[:, None] & (i < C // 2)[None, :]
+    at = out_ptr + row[:, None] * C + i[None, :]
+    tl.store(at, low, mask=here)
+    tl.store(at + C // 2, high, mask=here)
+
+
+@triton.jit
 def turn_sums(scores, valid, top, total, SCALE):
     """One turn of 64 keys: probabilities bf16, the new maximum and denominator, what the sums so
     far are worth now."""
@@ -69,8 +96,9 @@ def turn_sums(scores, valid, top, total, SCALE):
 @triton.jit
 def attend_kernel(  # noqa: PLR0915 one row from its queries to its result
     q_ptr, cos_ptr, sin_ptr, window_ptr, first_ptr, main_ptr, list_ptr, sink_ptr, out_ptr,
-    H, Q_STRIDE, W, K, SCALE,
+    H, Q_STRIDE, W, K, SCALE, FIRST_MAIN,
     C: tl.constexpr, CP: tl.constexpr, PAIRS: tl.constexpr, BH: tl.constexpr, N: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     wide = row.to(tl.int64)
@@ -112,17 +140,18 @@ def attend_kernel(  # noqa: PLR0915 one row from its queries to its result
         weights, top, total, share = turn_sums(scores, valid, top, total, SCALE)
         even_sum = dot_bf16(weights, low, even_sum * share[:, None])
         odd_sum = dot_bf16(weights, high, odd_sum * share[:, None])
-    g = tl.arange(0, CP // 16)
     for start in range(0, K, N):
         place = start + n
         address = tl.load(list_ptr + wide * K + place, mask=place < K, other=-1)
         valid = address >= 0
-        at = main_ptr + (tl.maximum(address, 0).to(tl.int64) * (C // 2 + C // 16))[:, None]
-        mask = valid[:, None] & inside[None, :]
-        low, high = unpack_pairs(tl.load(at + i[None, :], mask=mask, other=0))
-        mask = valid[:, None] & (g < C // 16)[None, :]
-        scale = spread(from_e4m3(tl.load(at + C // 2 + g[None, :], mask=mask, other=0)), 8)
-        low, high = scaled_bf16(low, scale), scaled_bf16(high, scale)
+        key = (tl.maximum(address, FIRST_MAIN) - FIRST_MAIN).to(tl.int64)
+        if PACKED:
+            low, high = main_keys(main_ptr, key, valid, C, CP)
+        else:
+            # Those of empty places count for nothing: what is loaded for them is never NaN.
+            key_at = main_ptr + key[:, None] * C + i[None, :]
+            low = tl.load(key_at, mask=inside[None, :], other=0.0)
+            high = tl.load(key_at + C // 2, mask=inside[None, :], other=0.0)
         scores = dot_bf16(q_odd, tl.trans(high), dot_bf16(q_even, tl.trans(low), zero))
         weights, top, total, share = turn_sums(scores, valid, top, total, SCALE)
         even_sum = dot_bf16(weights, low, even_sum * share[:, None])
@@ -158,6 +187,20 @@ def window_values(records: Tensor) -> Tensor:
     return out
 
 
+def main_values(records: Tensor, out: Tensor) -> Tensor:
+    """Main records uint8 [N, C/2 + C/16] as bf16 [N, C] at the front of `out` bfloat16 [>= N, C],
+    even channels before odd ones; exact."""
+    check(records, out)
+    count, channels = records.shape[0], out.shape[1]
+    if records.shape[1] != record_bytes("main", channels) or out.shape[0] < count:
+        raise ValueError(f"{records.shape} main records do not unpack to {out.shape} values")
+    launch(
+        main_values_kernel, (triton.cdiv(count, 8),), records, out, count,
+        C=channels, CP=next_power(channels, 32), N=8, num_warps=4,
+    )  # fmt: skip
+    return out[:count]
+
+
 def attend_rows(
     q: Tensor,
     cos: Tensor,
@@ -170,19 +213,24 @@ def attend_rows(
     scale: float,
     main: Tensor | None = None,
     main_rows: Tensor | None = None,
+    first_main: int = 0,
     plan: AttentionPlan = PLAN,
 ) -> Tensor:
     """Attention output, turned back: bfloat16 [R, H, C] (contract: ops.prefill).
 
     q bfloat16 [R, >= H * C] before rotation; cos, sin float32 [R, P]; window bfloat16 [>= R +
     places - 1, C] as `window_values` gives it: row r sees its rows r + first[r] .. r + places - 1;
-    first int32 [R]; sink float32 [H]; main uint8 [*, C/2 + C/16] and main_rows int32 [R, K], -1 in
-    empty places.
+    first int32 [R]; sink float32 [H]; main uint8 [*, C/2 + C/16] records, or bfloat16 [*, C] as
+    `main_values` gives them, of which row 0 is record `first_main`; main_rows int32 [R, K] of
+    records, -1 in empty places.
     """
     rows, heads, channels, pairs = q.shape[0], sink.shape[0], window.shape[1], cos.shape[1]
     given = [q, cos, sin, window, first, sink]
     device = check(*given, *(t for t in (main, main_rows) if t is not None))
-    if main is not None and main.shape[1] != record_bytes("main", channels):
+    packed = main is not None and main.dtype == torch.uint8
+    if main is not None and main.shape[1] != (
+        record_bytes("main", channels) if packed else channels
+    ):
         raise ValueError(f"{main.shape[1]} bytes are no main record of {channels} channels")
     if (main is None) != (main_rows is None) or q.shape[1] < heads * channels:
         raise ValueError(f"{q.shape=} does not hold {heads} heads of {channels} channels")
@@ -195,7 +243,8 @@ def attend_rows(
         q, cos, sin, window, first, window if main is None else main,
         first if main_rows is None else main_rows, sink, out,
         heads, q.shape[1], places, 0 if main_rows is None else main_rows.shape[1], scale,
-        C=channels, CP=next_power(channels, 32), PAIRS=pairs, BH=tall, N=KEYS,
+        first_main, C=channels, CP=next_power(channels, 32), PAIRS=pairs, BH=tall, N=KEYS,
+        PACKED=packed,
         num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     return out

@@ -42,14 +42,16 @@ PLAN = ExpertPlan()
 @dataclass(frozen=True, slots=True)
 class SortedPicks:
     """Picks by expert. `order` int32 [R * K]: row * K + pick, ascending within an expert, picks of
-    -1 last; `tiles` int32 [3, T]: expert (-1: none), first place, place behind the last."""
+    -1 last; `tiles` int32 [3, T]: expert (-1: none), first place, place behind the last; `ends`
+    int32 [E]: tiles of an expert and those before it."""
 
     order: Tensor
     tiles: Tensor
     tall: int
+    ends: Tensor
 
 
-def sort_picks(picks: Tensor, experts: int, *, plan: ExpertPlan = PLAN) -> SortedPicks:
+def sort_picks(picks: Tensor, experts: int, *, tall: int = PLAN.tall) -> SortedPicks:
     """picks int32 [R, K], -1 where a row does not count -> the work of the two products. Nothing
     here waits for the device; T is the most tiles that so many picks can need."""
     flat = picks.flatten()
@@ -57,16 +59,16 @@ def sort_picks(picks: Tensor, experts: int, *, plan: ExpertPlan = PLAN) -> Sorte
     by_expert, order = torch.sort(ranked, stable=True)
     number = torch.arange(experts + 1, device=picks.device, dtype=by_expert.dtype)
     first = torch.searchsorted(by_expert, number)
-    tiles = (first[1:] - first[:-1] + plan.tall - 1) // plan.tall
+    tiles = (first[1:] - first[:-1] + tall - 1) // tall
     ends = tiles.cumsum(0)
-    count = flat.shape[0] // plan.tall + min(experts, flat.shape[0])
+    count = flat.shape[0] // tall + min(experts, flat.shape[0])
     tile = torch.arange(count, device=picks.device)
     expert = torch.searchsorted(ends, tile, right=True)
     own = expert.clamp(max=experts - 1)
-    start = first[own] + (tile - (ends[own] - tiles[own])) * plan.tall
+    start = first[own] + (tile - (ends[own] - tiles[own])) * tall
     expert = torch.where(expert < experts, expert, -1)
     table = torch.stack((expert, start, first[own + 1])).int()
-    return SortedPicks(order.int(), table, plan.tall)
+    return SortedPicks(order.int(), table, tall, ends.int())
 
 
 # ---- kernels -------------------------------------------------------------------------------

@@ -25,13 +25,17 @@ from deepdraft.kernels.runtime import check, launch, next_power
 
 @dataclass(frozen=True, slots=True)
 class IndexPlan:
-    """`rows` of a program and `entries` scored at a time, powers of two; `held`: candidates of a
-    row, a power of two of at least K + `entries`, 0: the least that is at least 4 K."""
+    """`rows` of a program and `entries` scored at a time, powers of two; `turns` of the loop
+    between two looks at how many candidates there are; `held`: candidates of a row, a power of two
+    of at least K + `entries` * `turns`, 0: the least that is at least 4 K; `stages`: loads in
+    flight."""
 
     rows: int = 4
     entries: int = 128
     held: int = 0
-    warps: int = 8
+    turns: int = 8
+    warps: int = 4
+    stages: int = 2
 
 
 PLAN = IndexPlan()
@@ -54,7 +58,7 @@ class Candidates:
 
 def held_places(k: int, plan: IndexPlan = PLAN) -> int:
     """Candidates that a row holds."""
-    return plan.held or next_power(max(4 * k, k + plan.entries))
+    return plan.held or next_power(max(4 * k, k + plan.entries * plan.turns))
 
 
 # ---- device helpers ------------------------------------------------------------------------
@@ -85,7 +89,20 @@ def held_best(key_ptr, entry_ptr, count, K, HELD: tl.constexpr):
     return key, entry, take, rank
 
 
-# ---- kernel --------------------------------------------------------------------------------
+# ---- kernels -------------------------------------------------------------------------------
+
+
+@triton.jit
+def key_values_kernel(
+    records_ptr, out_ptr, COUNT, C: tl.constexpr, CP: tl.constexpr, N: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    pair = tl.arange(0, CP // 2)
+    low, high = index_keys(records_ptr, row * (C // 2 + C // 32), row < COUNT, C, CP)
+    here = (row < COUNT)[:, None] & (pair < C // 2)[None, :]
+    at = out_ptr + row[:, None] * C + pair[None, :]
+    tl.store(at, low, mask=here)
+    tl.store(at + C // 2, high, mask=here)
 
 
 @triton.jit
@@ -94,7 +111,7 @@ def stream_top_kernel(  # noqa: PLR0915 one pass over the entries
     entries_ptr, address_ptr, count_ptr,
     R, H, W_STRIDE, W_START, W_SCALE, SKIP, K,
     C: tl.constexpr, CP: tl.constexpr, HP: tl.constexpr, B: tl.constexpr, N: tl.constexpr,
-    HELD: tl.constexpr, KP: tl.constexpr,
+    HELD: tl.constexpr, KP: tl.constexpr, PACKED: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     row0 = tl.program_id(0) * B
     b = tl.arange(0, B)
@@ -115,41 +132,50 @@ def stream_top_kernel(  # noqa: PLR0915 one pass over the entries
 
     count = tl.zeros((B,), tl.int32)
     bar = tl.zeros((B,), tl.uint32)
-    for start in range(0, tl.max(reach, axis=0), N):
-        entry = start + tl.arange(0, N)
-        at = (base + entry) * (C // 2 + C // 32)
-        low, high = index_keys(keys_ptr, at, entry < tl.max(reach, axis=0), C, CP)
-        dots = dot_bf16(low, q_even, tl.zeros((N, B * HP), tl.float32))
-        dots = dot_bf16(high, q_odd, dots)
-        parts = tl.reshape(tl.maximum(dots, 0.0) * weight[None, :], (N, B, HP))
-        key = order_keys(tl.sum(parts, axis=2))
-        # Few enough to be all taken: whatever their scores.
-        key = tl.where((reach <= SKIP)[None, :], 1, key)
-        key = tl.where(entry[:, None] < reach[None, :], key, 0)
-        take = key > bar[None, :]
-        found = take.to(tl.int32)
-        if tl.max(tl.max(found, axis=1), axis=0) > 0:
-            place = held[None, :] + count[None, :] + tl.cumsum(found, axis=0) - 1
-            tl.store(held_key_ptr + place, key.to(tl.int32, bitcast=True), mask=take)
-            tl.store(held_entry_ptr + place, tl.broadcast_to(entry[:, None], (N, B)), mask=take)
-            count += tl.sum(found, axis=0)
-            if tl.max(count, axis=0) > HELD - N:
-                tl.debug_barrier()
-                for i in range(B):
-                    have = of_row(count, i, B)
-                    if have > HELD - N:
-                        own = (row0 + i).to(tl.int64) * HELD
-                        kept, entry_of, best, rank = held_best(
-                            held_key_ptr + own, held_entry_ptr + own, have, K, HELD
-                        )
-                        worst = tl.min(tl.where(best, kept, 0xFFFFFFFF), axis=0)
-                        tl.debug_barrier()
-                        kept = kept.to(tl.int32, bitcast=True)
-                        tl.store(held_key_ptr + own + rank, kept, mask=best)
-                        tl.store(held_entry_ptr + own + rank, entry_of, mask=best)
-                        count = tl.where(b == i, K, count)
-                        bar = tl.where(b == i, worst, bar)
-                        tl.debug_barrier()
+    end = tl.max(reach, axis=0)
+    for part in range(0, end, TURNS * N):
+        # No branch with a loop in here, or nothing would be loaded ahead.
+        for start in range(part, tl.minimum(part + TURNS * N, end), N):
+            entry = start + tl.arange(0, N)
+            if PACKED:
+                at = (base + entry) * (C // 2 + C // 32)
+                low, high = index_keys(keys_ptr, at, entry < end, C, CP)
+            else:
+                at = tl.minimum(entry, end - 1).to(tl.int64)[:, None] * C + pair[None, :]
+                low = tl.load(keys_ptr + at, mask=(pair < C // 2)[None, :], other=0.0)
+                high = tl.load(keys_ptr + at + C // 2, mask=(pair < C // 2)[None, :], other=0.0)
+            dots = dot_bf16(low, q_even, tl.zeros((N, B * HP), tl.float32))
+            dots = dot_bf16(high, q_odd, dots)
+            parts = tl.reshape(tl.maximum(dots, 0.0) * weight[None, :], (N, B, HP))
+            key = order_keys(tl.sum(parts, axis=2))
+            # Few enough to be all taken: whatever their scores.
+            key = tl.where((reach <= SKIP)[None, :], 1, key)
+            key = tl.where(entry[:, None] < reach[None, :], key, 0)
+            take = key > bar[None, :]
+            found = take.to(tl.int32)
+            if tl.max(tl.max(found, axis=1), axis=0) > 0:
+                place = held[None, :] + count[None, :] + tl.cumsum(found, axis=0) - 1
+                tl.store(held_key_ptr + place, key.to(tl.int32, bitcast=True), mask=take)
+                where = tl.broadcast_to(entry[:, None], (N, B))
+                tl.store(held_entry_ptr + place, where, mask=take)
+                count += tl.sum(found, axis=0)
+        if tl.max(count, axis=0) > HELD - TURNS * N:
+            tl.debug_barrier()
+            for i in range(B):
+                have = of_row(count, i, B)
+                if have > HELD - TURNS * N:
+                    own = (row0 + i).to(tl.int64) * HELD
+                    kept, entry_of, best, rank = held_best(
+                        held_key_ptr + own, held_entry_ptr + own, have, K, HELD
+                    )
+                    worst = tl.min(tl.where(best, kept, 0xFFFFFFFF), axis=0)
+                    tl.debug_barrier()
+                    kept = kept.to(tl.int32, bitcast=True)
+                    tl.store(held_key_ptr + own + rank, kept, mask=best)
+                    tl.store(held_entry_ptr + own + rank, entry_of, mask=best)
+                    count = tl.where(b == i, K, count)
+                    bar = tl.where(b == i, worst, bar)
+                    tl.debug_barrier()
     tl.debug_barrier()
     k = tl.arange(0, KP)
     for i in range(B):
@@ -168,7 +194,21 @@ def stream_top_kernel(  # noqa: PLR0915 one pass over the entries
             tl.store(address_ptr + own * K + rank, entry_of + base.to(tl.int32), mask=best)
 
 
-# ---- launch --------------------------------------------------------------------------------
+# ---- launches ------------------------------------------------------------------------------
+
+
+def key_values(records: Tensor, out: Tensor) -> Tensor:
+    """Index keys uint8 [N, C/2 + C/32] as bf16 [N, C] at the front of `out` bfloat16 [>= N, C],
+    even channels before odd ones; exact."""
+    check(records, out)
+    count, channels = records.shape[0], out.shape[1]
+    if records.shape[1] != record_bytes("index", channels) or out.shape[0] < count:
+        raise ValueError(f"{records.shape} index records do not unpack to {out.shape} values")
+    launch(
+        key_values_kernel, (triton.cdiv(count, 32),), records, out, count,
+        C=channels, CP=next_power(channels, 32), N=32, num_warps=4,
+    )  # fmt: skip
+    return out[:count]
 
 
 def stream_top(
@@ -189,21 +229,24 @@ def stream_top(
     index_scores).
 
     queries bfloat16 [R, H, C] as `index.index_queries` makes them; raw_weights float32 or bfloat16
-    [R, *], columns weight_start..+H, rounded, scaled and rounded again; keys uint8 [*, C/2 +
-    C/32]; base int32 [R]: row of the sequence's first entry, the same in all rows; reach int32
-    [R]. A row whose reach is at most `skip` (at most k) takes every entry. `held`: work space for
-    as many rows; made here where it is not given.
+    [R, *], columns weight_start..+H, rounded, scaled and rounded again; keys uint8 [*, C/2 + C/32]
+    records, or bfloat16 [*, C] of this sequence as `key_values` gives them; base int32 [R]: row of
+    the sequence's first entry, the same in all rows; reach int32 [R]. A row whose reach is at most
+    `skip` (at most k) takes every entry. `held`: work space for as many rows; made here where it
+    is not given.
     """
     rows, heads, channels = queries.shape
-    if keys.shape[1] != record_bytes("index", channels):
+    packed = keys.dtype == torch.uint8
+    if keys.shape[1] != (record_bytes("index", channels) if packed else channels):
         raise ValueError(f"{keys.shape[1]} bytes are no index record of {channels} channels")
     if skip > k:
         raise ValueError(f"{skip=} entries do not fit {k} places")
     device = check(queries, raw_weights, keys, base, reach)
     space = Candidates.of(rows, k, device, plan) if held is None else held
     places = held_places(k, plan)
-    if places < k + plan.entries or space.keys.shape[1] != places:
-        raise ValueError(f"{space.keys.shape} candidates; {k} + {plan.entries} must fit {places}")
+    least = k + plan.entries * plan.turns
+    if places < least or space.keys.shape[1] != places:
+        raise ValueError(f"{space.keys.shape} candidates; {least} must fit {places}")
     if space.keys.shape[0] < -(-rows // plan.rows) * plan.rows:
         raise ValueError(f"candidates of {space.keys.shape[0]} rows do not do for {rows}")
     entries = torch.empty(rows, k, dtype=torch.int32, device=device)
@@ -214,6 +257,7 @@ def stream_top(
         entries, address, counts,
         rows, heads, raw_weights.shape[1], weight_start, weight_scale, skip, k,
         C=channels, CP=next_power(channels, 32), HP=next_power(heads, 16), B=plan.rows,
-        N=plan.entries, HELD=places, KP=next_power(k), num_warps=plan.warps, num_stages=2,
+        N=plan.entries, HELD=places, KP=next_power(k), PACKED=packed, TURNS=plan.turns,
+        num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     return Selected(entries, address, counts)

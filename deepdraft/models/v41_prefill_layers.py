@@ -30,12 +30,14 @@ from deepdraft.kernels import (
     prefill_gemm,
     prefill_index,
     prefill_streams,
+    prefill_unpacked,
     routing,
     rows,
 )
 from deepdraft.kernels.prefill_streams import Entered, Mix
 from deepdraft.kernels.runtime import padded_rows
 from deepdraft.models.v41_buffers import DECODER, ENCODER, DeviceCaches
+from deepdraft.models.v41_prefill_plan import EXPERTS_AT_ONCE, PLAIN_ROWS, plain_values
 from deepdraft.models.v41_weights import (
     AttentionWeights,
     ExpertWeights,
@@ -58,6 +60,13 @@ class Plans:
     index: prefill_index.IndexPlan = prefill_index.PLAN
     attention: prefill_attention.AttentionPlan = prefill_attention.PLAN
     streams: prefill_streams.StreamPlan = prefill_streams.PLAN
+    plain: prefill_unpacked.PlainPlan = prefill_unpacked.PLAN
+    plain_rows: int = PLAIN_ROWS
+    """Rows from which dense matrices, entries and keys are unpacked first."""
+    plain_picks: int = 160
+    """Picks of an expert, on average, from which experts are unpacked first."""
+    experts_at_once: int = EXPERTS_AT_ONCE
+    """That are unpacked together, at most."""
 
 
 @dataclass(slots=True)
@@ -102,6 +111,13 @@ class Chunk:
     """The same for the open pairs."""
     selected: dict[int, index.Selected] = field(default_factory=dict)
     blocks: list[index.Blocks] = field(default_factory=list)
+    values: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Main entries and index keys of this sequence as bf16, of the source that was used last."""
+
+    @property
+    def end(self) -> int:
+        """The position behind its last row."""
+        return self.first + self.count
 
     @property
     def rows(self) -> int:
@@ -182,6 +198,8 @@ class PrefillLayers:
         self.first_mix[0] = 1.0
         self.num_taps = sum(role.tap for role in self.args.roles) if weights.drafter else 0
         self._window: Tensor | None = None
+        self._unpacked: Tensor | None = None
+        self._entries: tuple[Tensor, Tensor] | None = None
         self._held: prefill_index.Candidates | None = None
 
     # ---- what a chunk runs -----------------------------------------------------------------
@@ -250,7 +268,18 @@ class PrefillLayers:
     # ---- pieces ----------------------------------------------------------------------------
 
     def _gemm(self, x: Tensor, w: Weight, **options: Any) -> Tensor:
-        return prefill_gemm.gemm(x, w, plan=self.plans.gemm, **options)
+        plans = self.plans
+        if x.shape[0] < plans.plain_rows:
+            return prefill_gemm.gemm(x, w, plan=plans.gemm, **options)
+        unpacked = prefill_unpacked.unpack_dense(w, self._space(x.device))
+        return prefill_unpacked.plain_gemm(x, unpacked, w.rows, plan=plans.plain, **options)
+
+    def _space(self, device: torch.device) -> Tensor:
+        """Room for unpacked weights."""
+        if self._unpacked is None:
+            size = plain_values(self.args, self.plans.experts_at_once)
+            self._unpacked = torch.empty(size, dtype=torch.bfloat16, device=device)
+        return self._unpacked
 
     def _enter(self, flow: Flow, norm: Tensor, mix: Mix | None) -> Entered:
         """Write the output back and collapse; `flow` then holds the streams and the next
@@ -301,20 +330,46 @@ class PrefillLayers:
         new = window[before + chunk.count - kept : before + chunk.count]
         caches.window[layer].index_copy_(0, ring_rows, new)
         query = self._gemm(prefill_gemm.values(c), w.w_query)
-        main = chosen = None
+        main, keys, chosen, first_main = None, None, None, 0
         if role.ratio:
+            main, keys = caches.main[role.kv_source], caches.index[role.kv_source]
+            if chunk.rows >= self.plans.plain_rows:
+                main, keys = self._entry_values(role, chunk)
+                first_main = chunk.slot * caches.entries[role.ratio - 1]
             if role.runs_indexer:
                 assert raw is not None
-                chunk.selected[layer] = self._select(layer, role, query, raw, chunk)
-            main = caches.main[role.kv_source]
+                chunk.selected[layer] = self._select(layer, role, query, raw, keys, chunk)
             chosen = chunk.selected[role.index_source].address
         o = prefill_attention.attend_rows(
             query, *turn, prefill_attention.window_values(window),
             chunk.window_first[role.decoder], w.sink, places=args.sliding_window,
-            scale=args.head_dim**-0.5, main=main, main_rows=chosen, plan=self.plans.attention,
+            scale=args.head_dim**-0.5, main=main, main_rows=chosen, first_main=first_main,
+            plan=self.plans.attention,
         )  # fmt: skip
         t = self._gemm(o.flatten(1), w.wo_a, blocks=w.groups, quantize=True)
         return self._gemm(t, w.wo_b)
+
+    def _entry_values(self, role: LayerRole, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """All main entries and index keys that the chunk's rows may see, as bf16."""
+        source, caches, args = role.kv_source, self.caches, self.args
+        if source not in chunk.values:
+            size = caches.entries[role.ratio - 1]
+            if self._entries is None or self._entries[0].shape[0] < size:
+                space = {"dtype": torch.bfloat16, "device": chunk.positions.device}
+                self._entries = (
+                    torch.empty(size, args.head_dim, **space),
+                    torch.empty(size, args.index_head_dim, **space),
+                )
+            some = slice(chunk.slot * size, chunk.slot * size + chunk.end // role.ratio)
+            main, keys = self._entries
+            # They take the place of the source's before.
+            chunk.values = {
+                source: (
+                    prefill_attention.main_values(caches.main[source][some], main),
+                    prefill_index.key_values(caches.index[source][some], keys),
+                )
+            }
+        return chunk.values[source]
 
     def _chunk_window(self, layer: int, chunk: Chunk) -> Tensor:
         """Records uint8 [W - 1 + R, bytes]: those before the chunk from the ring, room for its
@@ -356,7 +411,7 @@ class PrefillLayers:
             caches.pending[layer].index_copy_(0, ring_rows, new)
 
     def _select(
-        self, layer: int, role: LayerRole, query: Tensor, raw: Tensor, chunk: Chunk
+        self, layer: int, role: LayerRole, query: Tensor, raw: Tensor, keys: Tensor, chunk: Chunk
     ) -> index.Selected:
         args = self.args
         heads, width = args.index_n_heads, args.index_head_dim
@@ -376,7 +431,7 @@ class PrefillLayers:
                 chunk.rows, args.index_topk, query.device, plan
             )
         return prefill_index.stream_top(
-            queries, raw, self.caches.index[role.kv_source], chunk.base[role.ratio],
+            queries, raw, keys, chunk.base[role.ratio],
             chunk.reach[role.ratio], args.index_topk, skip=args.index_topk, held=self._held,
             plan=plan, **weights,
         )  # fmt: skip
@@ -412,18 +467,40 @@ class PrefillLayers:
 
     def _experts(self, w: ExpertWeights, entered: Entered, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Picked outputs bfloat16 [R, K, D] and the shared expert's [R, D]."""
-        args, plan = self.args, self.plans.experts
-        limit, v = args.swiglu_limit, entered.quantised
+        args, limit, v = self.args, self.args.swiglu_limit, entered.quantised
         logits = self._gemm(entered.u, w.gate, dtype=torch.float32)
         picks, weights = routing.route(
             logits, w.bias, chunk.positions, k=w.picks, scale=args.routed_scaling_factor,
             temperature=args.gate_temp,
         )  # fmt: skip
-        found = prefill_experts.sort_picks(picks, w.gate.rows, plan=plan)
-        h = prefill_experts.sorted_up(v, found, weights, w.w13, limit=limit, plan=plan)
-        y = prefill_experts.sorted_down(h, found, w.w2, rows=chunk.rows, plan=plan)
+        y = self._routed(w, v, picks, weights)
         shared = moe.swiglu_rows(self._gemm(v, w.shared13), limit=limit)
         return y, self._gemm(prefill_gemm.values(shared), w.shared2)
+
+    def _routed(self, w: ExpertWeights, v: Tensor, picks: Tensor, weights: Tensor) -> Tensor:
+        """Picked outputs bfloat16 [R, K, D]."""
+        limit, plans, experts = self.args.swiglu_limit, self.plans, w.gate.rows
+        (rows, each), (hidden, width) = picks.shape, (w.w2.rows, w.w2.cols)
+        if picks.numel() < plans.plain_picks * experts:
+            plan = plans.experts
+            found = prefill_experts.sort_picks(picks, experts, tall=plan.tall)
+            h = prefill_experts.sorted_up(v, found, weights, w.w13, limit=limit, plan=plan)
+            return prefill_experts.sorted_down(h, found, w.w2, rows=rows, plan=plan)
+        found = prefill_experts.sort_picks(picks, experts, tall=plans.plain.tall)
+        h = torch.empty(rows * each, width, dtype=torch.bfloat16, device=v.device)
+        y = torch.empty(rows * each, hidden, dtype=torch.bfloat16, device=v.device)
+        space = self._space(v.device)
+        shared: dict[str, Any] = {"picks": each, "plan": plans.plain}
+        at = found.order, found.tiles, found.ends
+        for first in range(0, experts, plans.experts_at_once):
+            count = min(plans.experts_at_once, experts - first)
+            up = prefill_unpacked.unpack_experts(w.w13, first, count, space, together=True)
+            prefill_unpacked.plain_experts(
+                v, up, first, *at, h, weights=weights, limit=limit, **shared
+            )
+            down = prefill_unpacked.unpack_experts(w.w2, first, count, space, together=False)
+            prefill_unpacked.plain_experts(h, down, first, *at, y, **shared)
+        return y.view(rows, each, hidden)
 
 
 def _mix(w: MixWeights) -> Mix:

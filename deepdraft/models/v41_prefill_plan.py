@@ -16,6 +16,10 @@ from deepdraft.errors import StateError
 
 CHUNKS = (32768, 16384, 8192, 4096, 2048, 1024, 512, 256)
 """Rows of a chunk, from the most on."""
+PLAIN_ROWS = 1024
+"""Rows of a chunk from which weights, entries and keys are unpacked to bf16 first."""
+EXPERTS_AT_ONCE = 32
+"""Of them, at most."""
 _RESERVE = 1.1
 """Room for what the allocator rounds up."""
 _FP8 = 1 + 1 / 1024
@@ -29,6 +33,24 @@ _WINDOW, _MAIN, _INDEX = 1 + 1 / 32, 0.5 + 1 / 16, 0.5 + 1 / 32
 def held_candidates(args: V41Args) -> int:
     """Candidates of a row in the index kernel (`prefill_index.held_places` of its plan)."""
     return 1 << (4 * args.index_topk - 1).bit_length()
+
+
+def plain_values(args: V41Args, experts: int) -> int:
+    """Values of the largest matrix, or of so many experts' gate and up maps, that is unpacked at
+    once."""
+    d, c = args.hidden_size, args.head_dim
+    queries = args.num_attention_heads * c + args.index_n_heads * args.index_head_dim
+    output = args.o_groups * args.o_lora_rank
+    sizes = [
+        min(experts, args.n_routed_experts) * 2 * args.moe_intermediate_size * d,
+        queries * args.q_lora_rank, output * max(d, args.num_attention_heads * c // args.o_groups),
+        (args.q_lora_rank + c) * d, 3 * args.moe_intermediate_size * d,
+        args.n_routed_experts * d, (2 * c + args.index_n_heads + 32) * d,
+    ]  # fmt: skip
+    if args.engram_layer_ids:
+        groups = (args.engram_max_ngram_size - 1) * args.engram_n_heads
+        sizes.append(groups * args.engram_head_dim * (args.hc_mult + 1) * d)
+    return max(sizes)
 
 
 def workspace_bytes(args: V41Args, rows: int) -> int:
@@ -59,8 +81,9 @@ def workspace_bytes(args: V41Args, rows: int) -> int:
     between = 2 * streams + entered + 2 * k * d + 2 * d
     row = fixed + max(attention, output, experts, between, engram)
     tail = args.sliding_window * (2 * streams + 4 * args.hc_mult)
+    unpacked = 2 * plain_values(args, EXPERTS_AT_ONCE) if rows >= PLAIN_ROWS else 0
     # The replay's scores of 16 rows over the whole context are counted with the state.
-    return int(_RESERVE * (rows * row + 2 * tail))
+    return int(_RESERVE * (rows * row + 2 * tail) + unpacked)
 
 
 def state_bytes(args: V41Args, tokens: int, *, spare: int = 64) -> int:
@@ -73,6 +96,14 @@ def state_bytes(args: V41Args, tokens: int, *, spare: int = 64) -> int:
         entries = -(-tokens // args.compress_ratios[source])
         total += entries * (c * _MAIN + ci * _INDEX)
     return int(total + tokens * (4 + 16 * (args.qk_rope_head_dim // 2)))
+
+
+def entry_values_bytes(args: V41Args, tokens: int) -> int:
+    """Main entries and index keys of the encoder's sources as bf16, one source at a time."""
+    roles = args.roles[: args.decoder_start]
+    ratios = [role.ratio for role in roles if role.owns_kv]
+    entries = -(-tokens // min(ratios)) if ratios else 0
+    return 2 * entries * (args.head_dim + args.index_head_dim)
 
 
 def replay_bytes(args: V41Args, tokens: int) -> int:
@@ -98,16 +129,21 @@ def plan_prefill(
     # A chunk is no longer than the prompt needs.
     wanted = [rows for rows in sorted(chunks, reverse=True) if rows < 2 * tokens] or [min(chunks)]
     for rows in wanted:
-        work = max(workspace_bytes(args, rows), replay_bytes(args, tokens))
+        work = _work_bytes(args, rows, tokens)
         if held + work <= free:
             return PrefillPlan(rows, work, held)
     least = min(chunks)
     fitting = _most_tokens(args, free, least, state=state)
     raise StateError(
         f"a prompt of {tokens} tokens needs {held / 1e9:.2f} GB of state and "
-        f"{max(workspace_bytes(args, least), replay_bytes(args, tokens)) / 1e9:.2f} GB to work in, "
+        f"{_work_bytes(args, least, tokens) / 1e9:.2f} GB to work in, "
         f"{free / 1e9:.2f} GB are free; {fitting} tokens would fit"
     )
+
+
+def _work_bytes(args: V41Args, rows: int, tokens: int) -> int:
+    entries = entry_values_bytes(args, tokens) if rows >= PLAIN_ROWS else 0
+    return max(workspace_bytes(args, rows) + entries, replay_bytes(args, tokens))
 
 
 def _most_tokens(args: V41Args, free: int, rows: int, *, state: bool) -> int:
@@ -115,7 +151,7 @@ def _most_tokens(args: V41Args, free: int, rows: int, *, state: bool) -> int:
     while low < high:
         middle = (low + high + 1) // 2
         held = state_bytes(args, middle) if state else 0
-        work = max(workspace_bytes(args, rows), replay_bytes(args, middle))
+        work = _work_bytes(args, rows, middle)
         low, high = (middle, high) if held + work <= free else (low, middle - 1)
     return low
 

@@ -12,6 +12,7 @@ from deepdraft.kernels.prefill_experts import ExpertPlan
 from deepdraft.kernels.prefill_gemm import GemmPlan
 from deepdraft.kernels.prefill_index import IndexPlan
 from deepdraft.kernels.prefill_streams import StreamPlan
+from deepdraft.kernels.prefill_unpacked import PlainPlan
 from deepdraft.models.deepseek_v41 import DeepseekV41
 from deepdraft.models.v41_device import DevicePool
 from deepdraft.models.v41_prefill import DevicePrefill
@@ -25,10 +26,15 @@ VOCABULARY = tiny.VOCABULARY
 PLANS = Plans(
     GemmPlan(wide=64, tall=16, groups=2, warps=4, stages=1, band=2),
     ExpertPlan(wide=32, tall=16, groups=2, warps=4, stages=1),
-    IndexPlan(rows=2, entries=16, held=32, warps=4),
+    IndexPlan(rows=2, entries=16, turns=1, held=32),
     AttentionPlan(heads=16, warps=4, stages=1),
     StreamPlan(rows=16, channels=64, warps=4, stages=1),
+    PlainPlan(tall=16, wide=64, deep=32, warps=4, stages=1, band=2, programs=3),
+    experts_at_once=3,
 )
+"""Rows from 1,024 on are unpacked first."""
+UNPACKED = dataclasses.replace(PLANS, plain_rows=8, plain_picks=1)
+"""All of them."""
 
 
 def args() -> V41Args:
@@ -64,10 +70,12 @@ def reference() -> DeepseekV41:
     return DeepseekV41(args(), source(), list(range(VOCABULARY)), numerics="quant")
 
 
-def make(chunk: int = 64, slots: int = 2, max_tokens: int = 96) -> tuple[DevicePool, DevicePrefill]:
+def make(
+    chunk: int = 64, slots: int = 2, max_tokens: int = 96, plans: Plans = PLANS
+) -> tuple[DevicePool, DevicePrefill]:
     """Empty sequences and a prefill over them."""
     pool = DevicePool(args(), num_sequences=slots, max_tokens=max_tokens, slack=8, device=DEVICE)
-    return pool, DevicePrefill(weights(), pool.caches, chunk=chunk, plans=PLANS)
+    return pool, DevicePrefill(weights(), pool.caches, chunk=chunk, plans=plans)
 
 
 def text(count: int, seed: int = 0) -> list[int]:

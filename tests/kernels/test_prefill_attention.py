@@ -39,10 +39,15 @@ class Case:
         self.sink = torch.randn(heads, generator=generator).to(DEVICE)
         self.scale = channels**-0.5
 
-    def run(self, rows=slice(None), first_row=0):
+    def run(self, rows=slice(None), first_row=0, unpacked_from=None):
         main = {}
         if self.shape[4]:
             main = {"main": self.main, "main_rows": self.lists[rows].contiguous()}
+        if unpacked_from is not None:
+            records = self.main[unpacked_from:].contiguous()
+            space = self.q.new_full((len(records) + 3, self.shape[1]), 7.0)
+            main["main"] = kernels.main_values(records, space)
+            main["first_main"] = unpacked_from
         q, cos, sin, first = (
             t[rows].contiguous() for t in (self.q, self.cos, self.sin, self.first)
         )
@@ -103,6 +108,22 @@ def test_the_reference_is_attention():
         case.turned(), torch.cat((keys, zero), 1), torch.cat((bias, sink), 2), case.scale
     )
     torch.testing.assert_close(o, whole, rtol=2.0**-7, atol=2.0**-7)
+
+
+@pytest.mark.parametrize("shape", [(2, 64, 16, 20, 70), (3, 96, 16, 70, 12)])
+def test_entries_unpacked_first_give_the_same_bits(shape):
+    case = Case(shape)
+    case.lists = torch.where(case.lists >= 0, case.lists.clamp(min=2), -1)
+    assert torch.equal(case.run(unpacked_from=2), case.run())
+
+
+def test_main_values_are_exact():
+    case = Case((3, 96, 16, 8, 12))
+    got = kernels.main_values(case.main, case.q.new_empty(len(case.main), 96))
+    want = cache.unpack("main", case.main)
+    assert torch.equal(torch.cat((want[:, ::2], want[:, 1::2]), 1), got.float())
+    with pytest.raises(ValueError, match="do not unpack"):
+        kernels.main_values(case.main, case.q.new_empty(3, 96))
 
 
 def test_window_values_are_exact():

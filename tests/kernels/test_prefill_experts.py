@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from deepdraft.kernels import prefill_unpacked
 from deepdraft.kernels.native import fragments
 from deepdraft.kernels.prefill_experts import (
     PLAN,
@@ -11,6 +12,7 @@ from deepdraft.kernels.prefill_experts import (
     sorted_down,
     sorted_up,
 )
+from deepdraft.kernels.prefill_unpacked import PlainPlan, plain_experts, unpack_experts
 from deepdraft.ops import gemm
 from deepdraft.ops import moe as reference
 from deepdraft.quant import formats
@@ -47,11 +49,28 @@ def routing(rows, experts, k, seed=0):
     return picks.int().to(DEVICE), (torch.rand(rows, k, generator=generator) + 0.1).to(DEVICE)
 
 
-def run(x, picks, weights, w13, w2):
+def run(x, picks, weights, w13, w2, *, way="sorted"):
     experts = w13.values.shape[0]
-    found = sort_picks(picks, experts, plan=plan())
-    h = sorted_up(x, found, weights, w13, limit=LIMIT, plan=plan())
-    return h, found, sorted_down(h, found, w2, rows=len(x), plan=plan())
+    if way == "sorted":
+        found = sort_picks(picks, experts, tall=plan().tall)
+        h = sorted_up(x, found, weights, w13, limit=LIMIT, plan=plan())
+        return h, found, sorted_down(h, found, w2, rows=len(x), plan=plan())
+    own = PlainPlan(16, 64, 64, 4, 1, programs=3) if DEVICE == "cpu" else prefill_unpacked.PLAN
+    found = sort_picks(picks, experts, tall=own.tall)
+    h = torch.empty(picks.numel(), w2.cols, dtype=torch.bfloat16, device=DEVICE)
+    y = torch.empty(picks.numel(), w2.rows, dtype=torch.bfloat16, device=DEVICE)
+    at = found.order, found.tiles, found.ends
+    space = torch.empty(2 * w13.rows * w13.cols, dtype=torch.bfloat16, device=DEVICE)
+    shared = {"picks": picks.shape[1], "plan": own}
+    for first in range(0, experts, 2):  # two at once
+        count = min(2, experts - first)
+        up = unpack_experts(w13, first, count, space, together=True)
+        plain_experts(x, up, first, *at, h, weights=weights, limit=LIMIT, **shared)
+    for first in range(0, experts, 2):
+        count = min(2, experts - first)
+        down = unpack_experts(w2, first, count, space, together=False)
+        plain_experts(h, down, first, *at, y, **shared)
+    return h, found, y.view(*picks.shape, w2.rows)
 
 
 def by_pick(h, found):
@@ -64,7 +83,7 @@ def by_pick(h, found):
 def test_picks_are_sorted_into_tiles():
     picks = torch.tensor([[2, 0], [2, 1], [-1, -1], [2, 0], [2, 5]], dtype=torch.int32)
     small = ExpertPlan(tall=2)
-    found = sort_picks(picks.to(DEVICE), 6, plan=small)
+    found = sort_picks(picks.to(DEVICE), 6, tall=small.tall)
     order = found.order.tolist()
     assert order == [1, 7, 3, 0, 2, 6, 8, 9, 4, 5]
     live = [t for t in zip(*found.tiles.tolist(), strict=True) if t[0] >= 0]
@@ -75,19 +94,20 @@ def test_picks_are_sorted_into_tiles():
 
 
 def test_no_pick_makes_no_tile():
-    found = sort_picks(torch.full((3, 2), -1, dtype=torch.int32, device=DEVICE), 4, plan=SMALL)
+    found = sort_picks(torch.full((3, 2), -1, dtype=torch.int32, device=DEVICE), 4, tall=SMALL.tall)
     assert bool((found.tiles[0] == -1).all())
 
 
+@pytest.mark.parametrize("way", ["sorted", "plain"])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_experts(shape, order):
+def test_experts(shape, order, way):
     experts, k, hidden, width = shape
     rows = 21 if DEVICE == "cpu" else 600
     parts = expert_weights(shape)
     x = quantised(rows, hidden, seed=1)
     picks, weights = routing(rows, experts, k)
-    h, found, y = run(x, picks, weights, *stored(order, parts))
+    h, found, y = run(x, picks, weights, *stored(order, parts), way=way)
     exact = (formats.dequantize_mxfp4(*p, torch.float64) for p in parts)
     w1, w3, w2 = (w.to(DEVICE) for w in exact)
     got = by_pick(h, found).double().view(rows, k, width)
@@ -136,6 +156,19 @@ def test_rows_that_do_not_count_reach_nobody():
     assert torch.equal(got[live], full[live])
 
 
+@pytest.mark.parametrize("shape", [SHAPES[0], *SHAPES[2:]])
+def test_unpacked_first_the_bits_are_the_same(shape):
+    experts, k, hidden, _ = shape
+    w13, w2 = stored("tiled", expert_weights(shape))
+    rows = 18 if DEVICE == "cpu" else 3000
+    x = quantised(rows, hidden, seed=5)
+    picks, weights = routing(rows, experts, k)
+    (h, found, y), (g, other, z) = (
+        run(x, picks, weights, w13, w2, way=way) for way in ("sorted", "plain")
+    )
+    assert torch.equal(by_pick(h, found), by_pick(g, other)) and torch.equal(y, z)
+
+
 def test_both_orders_give_the_same_sums():
     parts = expert_weights((3, 2, 64, 32))
     x = quantised(8, 64, seed=4)
@@ -149,7 +182,7 @@ def test_both_orders_give_the_same_sums():
 def test_wrong_operands_are_refused():
     w13, w2 = stored("tiled", expert_weights((3, 2, 64, 32)))
     picks, weights = routing(8, 3, 2)
-    found = sort_picks(picks, 3, plan=plan())
+    found = sort_picks(picks, 3, tall=plan().tall)
     x = quantised(8, 64, seed=0)
     with pytest.raises(ValueError, match="are not those of"):
         sorted_up(x, found, weights[:4].contiguous(), w13, limit=1.0, plan=plan())

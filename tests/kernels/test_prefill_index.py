@@ -4,14 +4,21 @@ import pytest
 import torch
 
 from deepdraft.kernels import index as step_kernels
-from deepdraft.kernels.prefill_index import PLAN, Candidates, IndexPlan, held_places, stream_top
+from deepdraft.kernels.prefill_index import (
+    PLAN,
+    Candidates,
+    IndexPlan,
+    held_places,
+    key_values,
+    stream_top,
+)
 from deepdraft.ops import cache
 from deepdraft.ops import index as reference
 from deepdraft.quant import records
 from tests.kernels.cases import grid
 from tests.kernels.interpreter import DEVICE
 
-SMALL = IndexPlan(rows=2, entries=32, held=64, warps=4)
+SMALL = IndexPlan(rows=2, entries=16, turns=2, held=64)
 # (rows, heads, channels, entries, selected)
 SHAPES = grid(
     [(5, 2, 32, 150, 16), (3, 3, 96, 70, 8)],
@@ -116,6 +123,21 @@ def test_a_set_is_that_of_the_decode_step():
     assert torch.equal(got.counts, want.counts)
 
 
+@pytest.mark.parametrize("kind", ["few", "rising", "smooth"])
+def test_keys_unpacked_first_give_the_same_set(kind):
+    shape = (5, 2, 32, 150, 16)
+    case = Case(shape, kind, seed=6)
+    want, own = case.run(), case.keys[BASE:].contiguous()
+    values = key_values(own, case.q.new_empty(len(own) + 3, shape[2]))
+    exact = cache.unpack("index", own)
+    assert torch.equal(values.float(), torch.cat((exact[:, ::2], exact[:, 1::2]), 1))
+    case.keys = values
+    got = case.run()
+    assert torch.equal(got.entries, want.entries) and torch.equal(got.address, want.address)
+    with pytest.raises(ValueError, match="do not unpack"):
+        key_values(own, case.q.new_empty(3, shape[2]))
+
+
 def test_few_entries_are_taken_whatever_their_scores():
     case = Case((4, 2, 32, 60, 16), "smooth")
     case.q.fill_(float("nan"))
@@ -128,8 +150,8 @@ def test_few_entries_are_taken_whatever_their_scores():
 def test_a_set_depends_neither_on_tiles_nor_on_other_rows():
     case = Case((6, 2, 32, 150, 16), "smooth", seed=2)
     full = case.run()
-    for rows, entries, held in ((1, 16, 32), (4, 64, 128)):
-        other = case.run(plan=IndexPlan(rows=rows, entries=entries, held=held, warps=4))
+    for rows, entries, turns, held in ((1, 16, 1, 32), (4, 64, 1, 128), (4, 16, 3, 64)):
+        other = case.run(plan=IndexPlan(rows=rows, entries=entries, turns=turns, held=held))
         assert torch.equal(other.entries, full.entries)
     for at in ([4], [4, 0, 1]):
         got = case.run(at)
@@ -152,8 +174,8 @@ def test_wrong_operands_are_refused():
     case = Case((3, 2, 32, 40, 16), "few")
     with pytest.raises(ValueError, match="do not fit 16 places"):
         case.run(skip=17)
-    with pytest.raises(ValueError, match="must fit 32"):
-        case.run(plan=IndexPlan(rows=2, entries=32, held=32, warps=4))
+    with pytest.raises(ValueError, match="48 must fit"):
+        case.run(plan=IndexPlan(rows=2, entries=16, turns=2, held=32))
     small = Candidates.of(1, 16, case.q.device, plan())
     with pytest.raises(ValueError, match="do not do for 3"):
         case.run(held=small)

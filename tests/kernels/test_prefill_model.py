@@ -117,6 +117,21 @@ def test_a_prompt_has_the_same_bits_wherever_it_is_cut():
 
 
 @pytest.mark.full
+def test_what_is_unpacked_first_changes_no_bit():
+    """Weights, entries and keys; chunks long enough for it and shorter ones."""
+    text, held_of = tiny.text(27, seed=6), []
+    for plans, chunk in ((tiny.PLANS, 16), (tiny.UNPACKED, 16), (tiny.UNPACKED, 32)):
+        pool, prefill = tiny.make(chunk, plans=plans)
+        pool.open()  # so that the sequence's entries are not the first ones
+        state = pool.open()
+        encode(prefill, state, text)
+        held_of.append((held(pool, state), replay(prefill, state)))
+    for other, logits in held_of[1:]:
+        same(other, held_of[0][0])
+        assert torch.equal(logits, held_of[0][1])
+
+
+@pytest.mark.full
 def test_the_replay_from_the_state_of_the_reference():
     """Its streams of the last window and its entries: logits of all rows. One row's route may flip
     in random weights, half of them do not."""
