@@ -1,14 +1,14 @@
 """One script for a GPU host: prompts, checked and timed.
 
-    python bench/prefill_gpu.py --json FILE [--seconds 540] [--only tests,checks,kernels,...]
+    python bench/prefill_gpu.py --json FILE [--seconds 540] [--only kernels,chunks,...]
 
-tests    tests/kernels/test_prefill_* (published sizes too)
-checks   rows around the thresholds and at 1M tokens against float64; the bundled model's state
-         and logits against the CPU's
 kernels  each kernel at the published sizes: plans, share of the ceilings, cuBLAS beside ours
 chunks   the encoder at contexts 0, 256K and 1M, by kernel; an estimate of 1M tokens from them
 prompts  1K, 8K, 64K tokens to the logits; memory against the plan
 million  1M tokens in one go, where there is time
+checks   rows around the thresholds and at 1M tokens against float64; the bundled model's state
+         and logits against the CPU's
+tests    tests/kernels/test_prefill_* (published sizes too)
 
 Random weights of the published shape, a pool of 96 experts. Results are written after every stage;
 a stage that fails is reported, the rest runs. `--dry-run` runs everything with tiny sizes in
@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from step_results import Results  # noqa: E402
 
-STAGES = ("tests", "checks", "kernels", "chunks", "prompts", "million")
+STAGES = ("kernels", "chunks", "prompts", "million", "checks", "tests")
 TESTS = ("gemm", "unpacked", "experts", "index", "attention", "streams")
 
 
@@ -43,7 +43,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", default=",".join(STAGES))
     parser.add_argument("--pool", type=int, default=96)
     parser.add_argument("--tokens", type=int, default=1 << 20)
-    parser.add_argument("--rows", type=int, default=8192)
+    parser.add_argument("--rows", type=int, default=32768, help="of a chunk")
+    parser.add_argument("--kernel-rows", type=int, default=8192)
+    parser.add_argument("--kernel-seconds", type=float, default=1e9, help="kernels stop here")
+    parser.add_argument("--on-the-way", action="store_true", help="nothing is unpacked first")
     parser.add_argument("--dry-run", action="store_true")
     return parser.parse_args()
 
@@ -116,7 +119,10 @@ def loaded(results: Results, args, sizes, ceilings, plans, device: str) -> None:
 
             if args.dry_run:
                 prefill_kernels.MOST = 2
+            whole, results.seconds = results.seconds, min(results.seconds, args.kernel_seconds)
+            bench.prefill.chunk = args.kernel_rows
             prefill_kernels.run(results, bench, ceilings, plans, clock(args.dry_run), args.tokens)
+            results.seconds, bench.prefill.chunk = whole, args.rows
         if args.dry_run:
             results.stage("chunk", lambda: clock(True)(bench.chunk(40)))
             results.stage("prompt", lambda: bench.prompt(20))
@@ -177,20 +183,25 @@ def main() -> None:
         from tests.kernels import prefill_tiny
 
         sizes, plans, device = prefill_tiny.args(), prefill_tiny.PLANS, "cpu"
-        args.tokens, args.rows = 64, 16
+        args.tokens, args.rows, args.kernel_rows = 64, 16, 16
         ceilings = bench_prefill.Ceilings(1e9, 1e9)
     else:
         results.data["device"] = torch.cuda.get_device_name()
         sizes = dummy_args(read_args(None), expert_pool=args.pool, engram_rows=1 << 21)
         ceilings = bench_prefill.Ceilings(bench_prefill.matrix_rate(), copy_rate())
+    if args.on_the_way:
+        plans = dataclasses.replace(plans, plain_rows=1 << 40, plain_picks=1 << 40)
+    results.data["plans"] = dataclasses.asdict(plans)
     results.data["ceilings"] = dataclasses.asdict(ceilings)
     parts = args.only.split(",")
-    if "tests" in parts and not args.dry_run:
-        run_tests(results)
-    if "checks" in parts:
-        checks(results, args, sizes, device, plans)
     if {"kernels", "chunks", "prompts", "million"} & set(parts):
         loaded(results, args, sizes, ceilings, plans, device)
+    if "checks" in parts:
+        if not args.dry_run:
+            torch.cuda.empty_cache()
+        checks(results, args, sizes, device, plans)
+    if "tests" in parts and not args.dry_run:
+        run_tests(results)
     results.save()
     print(f"{results.data['seconds']} s")
 
