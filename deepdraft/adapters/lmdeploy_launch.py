@@ -4,6 +4,7 @@ Owns: facts about LMDeploy 0.18 as code; the module map it needs for stacked exp
 of: processes; nothing of LMDeploy is imported here. It has no CPU engine.
 """
 
+import contextlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -163,5 +164,7 @@ def write_server(launch: Launch, folder: Path, name: str) -> Path:
         made.write_text((_PACKAGE / "serve.py").read_text())
         (folder / "serve.json").write_text(json.dumps(settings, indent=1) + "\n")
     except OSError as error:
+        with contextlib.suppress(OSError):  # without it, half of them start nothing
+            (folder / "serve.json").unlink()
         raise ConfigError(f"cannot write into {folder}: {error.strerror}") from error
     return made

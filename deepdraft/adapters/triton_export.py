@@ -94,9 +94,10 @@ def write_repository(out: Path, export: Export, *, replace: bool = False) -> Pat
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         if not (replace and (out / NOTE).is_file()):
             raise ConfigError(f"{out} is there already; another OUT, or --replace an older export")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    work = None
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
         model = work / export.name
         (model / "1").mkdir(parents=True)
         (model / "config.pbtxt").write_text(config_text(export, export.engine_url or ""))
@@ -108,9 +109,11 @@ def write_repository(out: Path, export: Export, *, replace: bool = False) -> Pat
         if out.exists():
             shutil.rmtree(out)
         os.replace(work, out)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
+    except OSError as error:
+        raise ConfigError(f"cannot write {out}: {error.strerror}") from error
+    finally:
+        if work is not None:  # gone where it became `out`
+            shutil.rmtree(work, ignore_errors=True)
     return out
 
 

@@ -73,6 +73,8 @@ def write_wheel(folder: Path) -> Path:
             for name, data in files().items():
                 archive.writestr(zipfile.ZipInfo(name, _ZIP_TIME), data)
     except OSError as error:
+        with contextlib.suppress(OSError):  # half a wheel looks like one
+            path.unlink()
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     return path
 

@@ -1,5 +1,6 @@
 """What `export triton` writes and refuses; how an engine is read. Without a Triton server."""
 
+import errno
 import importlib.util
 import json
 from collections.abc import Iterator
@@ -53,6 +54,19 @@ def test_what_is_written(tmp_path: Path, stream: ModuleType) -> None:
     write_repository(out, other, replace=True)
     assert not (out / "m").exists() and read_note(out) == other
     assert [p.name for p in out.parent.iterdir()] == ["out"], "no work folder is left"
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = write_repository(tmp_path / "out", Export(name="m", engine_url=URL))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(triton_export.shutil, "copyfile", full)
+    for out in (old, tmp_path / "new"):
+        with pytest.raises(ConfigError, match=f"cannot write {out}: No space left"):
+            write_repository(out, Export(name="n", engine_url=URL), replace=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"] and read_note(old).name == "m"
 
 
 def test_nothing_of_others_is_replaced(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Our plugin for vLLM: what it splits, what it registers, how it is found. vLLM is not needed."""
 
 import base64
+import errno
 import hashlib
 import importlib
 import importlib.metadata
@@ -142,3 +143,17 @@ def test_the_wheel_is_whole(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot write"):
         vllm_plugin.write_wheel(tmp_path / "file")
+
+
+def test_a_full_disk_leaves_no_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = zipfile.ZipFile.writestr
+
+    def full(self: zipfile.ZipFile, name: object, data: bytes) -> None:
+        if len(self.namelist()) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written(self, name, data)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(zipfile.ZipFile, "writestr", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        vllm_plugin.write_wheel(tmp_path)
+    assert list(tmp_path.iterdir()) == []
