@@ -12,6 +12,7 @@ import { redrawStrips } from "./strip.js";
 
 const KEPT = "deepdraft.chat"; // in sessionStorage: this tab's conversation
 const LOOK = "deepdraft.look"; // in localStorage: theme, toggles
+const HINT = "Enter sends, Shift+Enter breaks the line, Esc stops";
 const TRIES = [
   "implement the tetris game. output HTML code directly - no explanation.",
   "What is the capital of France?",
@@ -52,13 +53,14 @@ function setLook(change) {
 // ---- the conversation ----------------------------------------------------------------------
 
 function questionNode(text) {
-  return el("div.question", {}, el("h2.vh", {}, "You"), el("p", {}, text));
+  return el("div.question", {}, el("h2.vh", {}, "You"), el("p", { dir: "auto" }, text));
 }
 
 function place(turn, view) {
   turn.view?.node.remove();
   turn.view = view;
   turn.node.append(view.node);
+  toBottom();
 }
 
 function addTurn(question) {
@@ -115,7 +117,8 @@ async function stream(view, body, turn) {
     if (leaving) message = turn.note; // the browser cut it off
     else if (error.name !== "AbortError") {
       reason = "error";
-      message = error instanceof ApiError ? error.message : `No answer: ${error.message}`;
+      message = error instanceof ApiError ? error.message
+        : `${view.times.first ? "Broken off" : "No answer"}: ${error.message}`;
       if (error.status === 401) {
         message = "This server asks for an API key: Settings, Access.";
         $("access").open = true;
@@ -130,17 +133,24 @@ async function stream(view, body, turn) {
   return reason !== "error" && reason !== "stopped";
 }
 
-async function answer(turn) {
-  let body;
+// What the settings make of a request, or null where they cannot be sent as they are.
+function settings() {
+  let body = null, hint = HINT;
   try {
-    body = { ...params.body(), messages: messages(turns.indexOf(turn)) };
+    body = params.body();
   } catch (error) {
-    say(error.message);
-    $("hint").textContent = error.message;
-    $("hint").classList.add("bad");
+    hint = error.message;
     openPanel(true);
-    return;
+    error.input.focus();
+    say(hint);
   }
+  $("hint").textContent = hint;
+  $("hint").classList.toggle("bad", !body);
+  return body;
+}
+
+async function answer(turn, body) {
+  body.messages = messages(turns.indexOf(turn));
   body.thinking = { type: look.thinking ? "enabled" : "disabled" };
   stopped = false;
   setBusy(true);
@@ -150,7 +160,6 @@ async function answer(turn) {
   if (look.compare) {
     const versus = new Comparison(actions);
     place(turn, versus);
-    toBottom();
     body.seed ??= Math.floor(Math.random() * 2 ** 31);
     await versus.run(body, (view, own) => (stopped ? false : stream(view, own, turn)));
     if (!versus.plain.reason) versus.plain.finish("stopped");
@@ -159,7 +168,6 @@ async function answer(turn) {
   } else {
     const view = new Answer(actions);
     place(turn, view);
-    toBottom();
     await stream(view, body, turn);
   }
   setBusy(false);
@@ -168,9 +176,12 @@ async function answer(turn) {
 
 function again(turn) {
   if (running) return;
+  const body = settings();
+  if (!body) return;
   // What came after it answered something else.
   for (const later of turns.splice(turns.indexOf(turn) + 1)) later.node.remove();
-  answer(turn);
+  answer(turn, body);
+  if (!inUse(document.activeElement)) $("send").focus();
 }
 
 function stop() {
@@ -195,14 +206,18 @@ function newChat() {
 
 // ---- what can be touched -------------------------------------------------------------------
 
+// Whether somebody who uses the keyboard is anywhere: what they were on may be gone.
+const inUse = (node) => node !== document.body && node.checkVisibility();
+
 function ask(text) {
   if (running || !text.trim()) return;
-  $("hint").textContent = "Enter sends, Shift+Enter breaks the line, Esc stops";
-  $("hint").classList.remove("bad");
+  const body = settings();
+  if (!body) return;
   const turn = addTurn(text);
   $("prompt").value = "";
   fit();
-  answer(turn);
+  answer(turn, body);
+  if (!inUse(document.activeElement)) $("send").focus();
 }
 
 function fit() {
@@ -268,7 +283,7 @@ $("prompt").addEventListener("keydown", (event) => {
 });
 $("prompt").addEventListener("input", fit);
 document.addEventListener("keydown", (event) => {
-  if (event.key !== "Escape") return;
+  if (event.key !== "Escape" || event.isComposing) return;
   if (running) stop();
   else openPanel(false);
 });

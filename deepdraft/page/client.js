@@ -23,6 +23,8 @@ export function setKey(key) {
 export const hasKey = () => apiKey !== "";
 
 function headers(more = {}) {
+  // What a browser does not let into a header is often invisible, as copied from a document.
+  if (/[^\x20-\x7e]/.test(apiKey)) throw new ApiError("the API key holds a character that no key has: type it anew", 0);
   return apiKey ? { ...more, authorization: `Bearer ${apiKey}` } : more;
 }
 

@@ -13,7 +13,7 @@ export class CodeBlock {
     this.code = el("code");
     this.box = null;
     this.numLines = 0; // of the box
-    const name = lang || "text";
+    const name = lang.slice(0, 40) || "text"; // a name is as long as the model likes
     this.bar = el("div.code-bar", {}, el("span.lang", {}, name));
     this.bar.append(button("Copy", () => copy(this.source(), say), { class: "quiet" }));
     if (/^(html?|xhtml|svg)$/i.test(lang)) this.runs();

@@ -38,9 +38,12 @@ export function bytes(value) {
   return num(value, value < 10 && i > 1 ? 1 : 0) + " " + units[i];
 }
 
-// White space made visible, for texts of single tokens.
+const SIGNS = { " ": "·", "\n": "↵", "\t": "⇥" };
+
+// White space and what else has no sign made visible, for texts of single tokens.
 export function shown(text) {
-  return text.replace(/ /g, "·").replace(/\n/g, "↵").replace(/\t/g, "⇥") || "(part of a character)";
+  const code = (c) => `U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`;
+  return text.replace(/[\p{C}\p{Z}]/gu, (c) => SIGNS[c] ?? code(c)) || "(part of a character)";
 }
 
 export async function copy(text, say) {

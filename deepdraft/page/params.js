@@ -82,10 +82,10 @@ export class Params {
   // Shows what the server does by itself.
   defaults(models) {
     const { input } = this.fields.get("model");
-    const chosen = input.value;
+    const chosen = input.value || read("localStorage", STORE).model; // which is kept until its name is known
     input.replaceChildren(el("option", { value: "" }, models[0].id),
       ...models.slice(1).map((model) => el("option", { value: model.id }, model.id)));
-    input.value = chosen;
+    input.value = chosen ?? "";
     if (input.selectedIndex < 0) input.value = "";
     input.closest(".field").hidden = models.length < 2;
     for (const [name, value] of Object.entries(models[0].sampling_defaults ?? {})) {
@@ -119,22 +119,30 @@ export class Params {
     return this.fields.get(name).input.value;
   }
 
+  // An Error for what a field holds, with the `input`, which can be seen from now on.
+  #wrong(name, what) {
+    const { input } = this.fields.get(name);
+    input.setAttribute("aria-invalid", "true");
+    const group = input.closest("details");
+    if (group) group.open = true;
+    return Object.assign(new Error(`${input.labels[0].firstChild.textContent}: ${what}`), { input });
+  }
+
   // The fields of a request body. Throws an Error that says which field is wrong.
   body() {
     const body = {};
     const speculation = { report: true, steps: this.fields.get("steps").input.checked };
+    for (const { input } of this.fields.values()) input.removeAttribute("aria-invalid");
     for (const [name, { input, kind }] of this.fields) {
       if (kind !== "number") continue;
-      const label = input.closest("label").firstChild.textContent;
       const { badInput, rangeOverflow, rangeUnderflow, stepMismatch } = input.validity;
       // A step of less than 1 is for the arrow keys; any value between is fine.
       const bad = badInput || rangeOverflow || rangeUnderflow || (stepMismatch && input.step === "1");
-      input.setAttribute("aria-invalid", bad);
-      if (bad) throw new Error(`${label}: ${input.validationMessage}`);
+      if (bad) throw this.#wrong(name, input.validationMessage);
       if (!input.value) continue;
       // 64-bit seeds do not fit a double.
       if (name === "seed" && !Number.isSafeInteger(Number(input.value))) {
-        throw new Error(`Seed: at most ${Number.MAX_SAFE_INTEGER} here`);
+        throw this.#wrong(name, `at most ${Number.MAX_SAFE_INTEGER} here`);
       }
       if (name === "drafts") speculation.drafts = Number(input.value);
       else body[name] = Number(input.value);
@@ -144,12 +152,12 @@ export class Params {
     const lines = (name) => this.#text(name).split("\n").filter((line) => line !== "");
     if (lines("stop").length) body.stop = lines("stop");
     const ids = this.#text("stop_token_ids").split(/[\s,]+/).filter(Boolean);
-    if (ids.some((id) => !/^\d+$/.test(id))) throw new Error("Stop tokens: numbers, please");
+    if (ids.some((id) => !/^\d+$/.test(id))) throw this.#wrong("stop_token_ids", "numbers, please");
     if (ids.length) body.stop_token_ids = ids.map(Number);
     const bias = {};
     for (const line of lines("logit_bias")) {
       const found = /^\s*(\d+)\s*:\s*(-?\d+(?:\.\d+)?)\s*$/.exec(line);
-      if (!found) throw new Error(`Bias: "${line}" is not of the form 123: -5`);
+      if (!found) throw this.#wrong("logit_bias", `"${line}" is not of the form 123: -5`);
       bias[found[1]] = Number(found[2]);
     }
     if (Object.keys(bias).length) body.logit_bias = bias;

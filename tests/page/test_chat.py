@@ -307,6 +307,10 @@ def test_text_of_both_directions(open_page: Callable[..., Opened]) -> None:
         })"""
     )
     # The question's box is as wide as its text; of the others the second and the code begin left.
+    assert (
+        tab.page.evaluate("() => getComputedStyle(document.querySelector('.question p')).direction")
+        == "rtl"
+    )
     assert sides[1:] == [False, True, False, True], answer.inner_html()
 
 
@@ -409,6 +413,10 @@ def test_themes_and_contrast(open_page: Callable[..., Opened]) -> None:
         tab.page.emulate_media(color_scheme=scheme)
         papers.add(tab.page.evaluate("() => getComputedStyle(document.body).backgroundColor"))
         assert contrast(tab) == [], scheme
+        tab.page.locator(".t.accepted").first.hover()
+        assert tab.page.locator(".t.hot").count() >= 1
+        assert contrast(tab) == [], f"{scheme}, with the tokens of a step marked"
+        tab.page.mouse.move(5, 400)
     assert len(papers) == 2
     tab.page.click("#theme")  # light, whatever the system says
     assert (
