@@ -31,6 +31,7 @@ from deepdraft.kv.codec import Checkpoint
 from deepdraft.kv.directory import Record
 from deepdraft.kv.fetch import Fetcher, Peer
 from deepdraft.kv.layout import Layout, Span
+from deepdraft.kv.prefix import token_array
 from deepdraft.kv.settings import StoreSettings, TransferSettings
 from deepdraft.kv.store import CheckpointData
 from deepdraft.kv.transfer import Exporter
@@ -158,7 +159,7 @@ def main() -> None:
     cache, pool = cache_of(options.tokens, options.tokens + 16 if options.restore else 256)
     settings = TransferSettings(connections=options.connections)
     fetcher = Fetcher(cache, settings=settings)
-    wanted = [*tokens_of(options.tokens), 1]
+    wanted = token_array([*tokens_of(options.tokens), 1])  # as `Fleet.prepare` gives them
     memory = cache.memory
     slots = memory.reserve(len(sizes))  # touched once, so that neither way pays for new pages
     memory.slab.array[:] = 0
@@ -173,7 +174,7 @@ def main() -> None:
         if options.restore and not restored:
             state = pool.open()
             begin = time.perf_counter()
-            resumed = cache.resume(wanted, state)
+            resumed = cache.resume(wanted.tolist(), state)
             restored.append(time.perf_counter() - begin)
             assert resumed is not None and resumed.num_tokens == options.tokens
             pool.close(state)
@@ -181,6 +182,11 @@ def main() -> None:
     pipe.send("end")
     owner.join(10)
     fetch_s = statistics.median(fetched)
+    spent = fetcher.counters.snapshot()
+    phases = {
+        name: round(spent[f"{name}_microseconds"] / 1e3 / options.pairs, 2)
+        for name in ("open", "read", "verify")
+    }
     scale = options.tokens / 100_000
     result = {
         "what": "fetch with verification against the same transport without, loopback, 2 processes",
@@ -190,6 +196,7 @@ def main() -> None:
         "connections": options.connections,
         "raw_s": [round(s, 4) for s in raw],
         "fetch_s": [round(s, 4) for s in fetched],
+        "mean_ms_of_phases": phases,
         "raw_GB_s": round(total / statistics.median(raw) / 1e9, 3),
         "fetch_GB_s": round(total / fetch_s / 1e9, 3),
         "fetch_share_of_raw": round(

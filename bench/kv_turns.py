@@ -1,8 +1,8 @@
-"""A second turn on the same server, on another one, and without a cache, with the bundled model:
+"""A second turn on the same server and on another one, with the bundled model:
 
-    python bench/kv_turns.py [--pairs 7] [--out bench/results/d-turns.json]
+    python bench/kv_turns.py [--pairs 9] [--out bench/results/d-turns.json]
 
-Two `deepdraft serve` processes with a real Redis and TLS on loopback, as in docs/kv-sharing.md.
+Three `deepdraft serve` processes with a real Redis and TLS on loopback, as in docs/kv-sharing.md.
 """
 
 import argparse
@@ -65,51 +65,60 @@ def ask(url: str, messages: list[dict[str, str]], session: str) -> tuple[float, 
     return seconds, answer.json()
 
 
+def pair(urls: list[str], i: int) -> dict[str, list[Any]]:
+    """One conversation twice, on servers that have not seen it: both turns on one server, and the
+    turns on two. The work is the same, as the answers are, so only the way of the cache differs.
+    """
+    out: dict[str, list[Any]] = {"first_turn": [], "sources": [], "answers": []}
+    # Who does what changes from pair to pair, and so does the order.
+    one, two, three = (urls[(i + k) % 3] for k in range(3))
+    ways = [("same", one, one), ("other", two, three)]
+    for kind, first, second in ways if i % 2 else reversed(ways):
+        messages = [{"role": "user", "content": f"{i}: {TEXT}"}]
+        seconds, answer = ask(first, messages, f"{kind}-{i}")
+        out["first_turn"].append(seconds)
+        reply = answer["choices"][0]["message"]["content"]
+        messages.append({"role": "assistant", "content": reply})
+        messages.append({"role": "user", "content": "And what did he take home?"})
+        time.sleep(0.3)
+        seconds, answer = ask(second, messages, f"{kind}-{i}")
+        out[kind] = [seconds]
+        out["sources"].append(answer["usage"]["prompt_tokens_details"].get("cache_source"))
+        out["answers"].append((reply, answer["choices"]))
+    return out
+
+
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--out")
     options = parser.parse_args()
     redis = free_port()
     processes = []
     times: dict[str, list[float]] = {"same": [], "other": [], "first_turn": []}
-    sources: dict[str, list[str | None]] = {"same": [], "other": []}
+    sources: list[str] = []
     different = 0
     with tempfile.TemporaryDirectory() as directory:
-        places = init_fleet(Path(directory) / "fleet", ["a", "b"])
+        places = init_fleet(Path(directory) / "fleet", ["a", "b", "c"])
         command = ["redis-server", "--port", str(redis), "--save", "", "--dir", directory]
         processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
         try:
             urls = []
-            for name, place in zip("ab", places, strict=True):
+            for name, place in zip("abc", places, strict=True):
                 process, url = serve(name, redis, place)
                 processes.append(process)
                 urls.append(url)
             for url in urls:
                 wait(url)
-                ask(url, [{"role": "user", "content": "warm up"}], "warm")
-            for i in range(options.pairs):
-                answers = {}
-                for kind, second in (("same", urls[0]), ("other", urls[1])):
-                    # A text of its own for each, or the second kind would find the first's.
-                    messages = [{"role": "user", "content": f"{kind} {i}: {TEXT}"}]
-                    seconds, first = ask(urls[0], messages, f"{kind}-{i}")
-                    times["first_turn"].append(seconds)
-                    reply = first["choices"][0]["message"]["content"]
-                    messages += [
-                        {"role": "assistant", "content": reply},
-                        {"role": "user", "content": "And what did he take home?"},
-                    ]
-                    time.sleep(0.3)
-                    seconds, answer = ask(second, messages, f"{kind}-{i}")
-                    times[kind].append(seconds)
-                    details = answer["usage"]["prompt_tokens_details"]
-                    sources[kind].append(details.get("cache_source"))
-                    answers[kind] = (messages, answer)
-                messages, answer = answers["other"]
-                _, again = ask(urls[0], messages, f"check-{i}")
-                different += again["choices"] != answer["choices"]
+            for i in range(-3, options.pairs):  # every server does everything once before
+                done = pair(urls, i)
+                if i < 0:
+                    continue
+                for name, values in times.items():
+                    values += done[name]
+                sources.append("+".join(map(str, sorted(done["sources"]))))
+                different += done["answers"][0] != done["answers"][1]
         finally:
             for process in processes:
                 process.terminate()
@@ -121,6 +130,7 @@ def main() -> None:
         **provenance(),
         "seconds": {name: [round(s, 3) for s in values] for name, values in times.items()},
         "median_s": {n: round(statistics.median(v), 3) for n, v in times.items()},
+        "other_over_same_of_pairs": [round(r, 3) for r in ratios],
         "other_over_same_median_of_pairs": round(statistics.median(ratios), 3),
         "sources": sources,
         "different_answers": different,

@@ -53,6 +53,8 @@ from deepdraft.kv.store import CheckpointData, Chunk, Entry, EntryState, Store
 from deepdraft.models.sequence import Sequence
 
 logger = logging.getLogger(__name__)
+NODE_BLOCKS = 8
+"""Blocks of state that a node of the prefix tree stands for."""
 
 
 class KvCache:
@@ -96,10 +98,7 @@ class KvCache:
         self._pinned = Pinned(slab.array) if device.type == "cuda" else None
         self.memory = Store(slab, self.settings, on_drop=self._dropped)
         self.lock = self.memory.lock
-        self.index = {
-            True: PrefixIndex(layout.block_tokens),
-            False: PrefixIndex(layout.block_tokens),
-        }
+        self.index = {e: PrefixIndex(NODE_BLOCKS * layout.block_tokens) for e in (True, False)}
         """By whether global KV is exact."""
         self.counters: Counter[str] = Counter()
         self._files: dict[int, SnapshotFile] = {}

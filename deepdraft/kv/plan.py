@@ -22,10 +22,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from heapq import nlargest
 from typing import Literal
 
 from deepdraft.kv.prefix import Match
 
+MOST_ENTRIES = 8
+"""Of those that share a prefix are tried, newest first: any will do, and thousands may share the
+system prompt."""
 HAS_DECODER, DECODER_REPLAYED, HAS_DRAFTER = 1, 2, 4
 """Bits of a checkpoint's label in the prefix tree."""
 
@@ -90,7 +94,7 @@ def plans(
     if match is None or (wanted.reuse == "exact" and not exact_entries):
         return
     if not geometry.window:
-        for entry in sorted(match.entries, reverse=True):
+        for entry in nlargest(MOST_ENTRIES, match.entries):
             rows = wanted.num_tokens - match.length
             yield Plan("prefix", entry, match.length, rows, None, True, exact_entries)
         return
@@ -110,7 +114,7 @@ def plans(
         starts.append(("replay", length - geometry.window, False))
     for kind, start, is_exact in starts:
         if start > 0:
-            for entry in sorted(match.entries, reverse=True):
+            for entry in nlargest(MOST_ENTRIES, match.entries):
                 yield Plan(kind, entry, length, n - start, start, False, is_exact)
 
 

@@ -12,7 +12,7 @@ place where a block would be inserted. Tokens are compared, not hashes: no colli
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -37,7 +37,7 @@ def token_bytes(token_ids: Sequence[int] | np.ndarray) -> bytes:
 class Node:
     """Whole blocks from the root to here. A long conversation makes thousands of them."""
 
-    __slots__ = ("children", "keys", "marks", "owners")
+    __slots__ = ("children", "keys", "marks", "owners", "places")
 
     def __init__(self) -> None:
         self.children: dict[bytes, Node] = {}
@@ -47,6 +47,8 @@ class Node:
         """Sorted keys of `owners`."""
         self.marks: dict[bytes, dict[int, int]] = {}
         """Checkpoints less than a block further: their tokens -> {entry: label}."""
+        self.places: list[bytes] = []
+        """Sorted keys of `marks`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +83,8 @@ class PrefixIndex:
     """Conversations by their tokens. Not thread-safe."""
 
     def __init__(self, block_tokens: int) -> None:
+        """`block_tokens`: of a node. Nodes of a long conversation are walked one by one."""
         self.block = block_tokens * TOKEN_BYTES
-        self.block_tokens = block_tokens
         self._root = Node()
         self._tokens: dict[int, bytes] = {}
         self._marks: dict[int, dict[int, int]] = {}
@@ -126,7 +128,10 @@ class PrefixIndex:
                 node = child
         for position, label in self._marks[entry].items():
             node, rest = self._at(tokens, position)
-            node.marks.setdefault(rest, {})[entry] = label
+            if rest not in node.marks:
+                node.marks[rest] = {}
+                insort(node.places, rest)
+            node.marks[rest][entry] = label
 
     def _at(self, tokens: bytes, position: int) -> tuple[Node, bytes]:
         blocks, rest = self._cut(tokens[: position * TOKEN_BYTES])
@@ -143,6 +148,7 @@ class PrefixIndex:
             del node.marks[rest][entry]
             if not node.marks[rest]:
                 del node.marks[rest]
+                del node.places[bisect_left(node.places, rest)]
         blocks, tail = self._cut(tokens)
         node = self._root
         for key in [*blocks, tail]:
@@ -208,15 +214,20 @@ class PrefixIndex:
 
     def _marks_on(self, path: list[Node], tokens: bytes) -> Iterator[Mark]:
         for depth in range(len(path) - 1, -1, -1):
-            marks = path[depth].marks
-            if not marks:
-                continue
-            at = depth * self.block
-            for extra in range(self.block_tokens - 1, -1, -1):
-                end = at + extra * TOKEN_BYTES
-                if end <= len(tokens):
-                    for entry, label in marks.get(tokens[at:end], {}).items():
-                        yield Mark(end // TOKEN_BYTES, entry, label)
+            node, at = path[depth], depth * self.block
+            # The mark before a key in order is its longest prefix among the marks, or shares less
+            # with it than any prefix that is one: go on from what they share.
+            key = tokens[at : at + self.block - TOKEN_BYTES]
+            while (place := bisect_right(node.places, key) - 1) >= 0:
+                mark = node.places[place]
+                shared = common_prefix(mark, key) * TOKEN_BYTES
+                if shared == len(mark):
+                    for entry, label in node.marks[mark].items():
+                        yield Mark((at + shared) // TOKEN_BYTES, entry, label)
+                    if not shared:
+                        break
+                    shared -= TOKEN_BYTES
+                key = key[:shared]
 
     def check(self) -> None:
         """Raises AssertionError when the tree does not say what the entries say."""
@@ -226,6 +237,7 @@ class PrefixIndex:
         def walk(node: Node, depth: int) -> None:
             assert node.keys == sorted(node.owners), node.keys
             assert set(node.children) <= set(node.owners)
+            assert node.places == sorted(node.marks), node.places
             for rest, entries in node.marks.items():
                 assert entries, "an empty mark"
                 for entry, label in entries.items():

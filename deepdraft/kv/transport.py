@@ -140,11 +140,11 @@ class Reading:
     def run(self) -> None:
         """Returns when all bytes are there and right, else raises what went wrong first."""
         end = time.monotonic() + self.deadline_s
-        readers, checkers = [], []
+        readers = []
         for read in self.transport.readers(self.num_pieces):
             self._lines.append(line := Line(self._take))
             readers.append(self._thread(lambda read=read, line=line: read(line)))  # type: ignore[misc]
-            checkers.append(self._thread(line.check))
+        checkers = [self._thread(line.check) for line in self._lines]
         for thread in readers:
             thread.join(max(0.0, end - time.monotonic()))
             if thread.is_alive():

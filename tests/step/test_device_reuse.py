@@ -129,6 +129,7 @@ def test_where_a_gpu_has_no_cache_it_is_said(tmp_path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the engine's thread; see conftest
 def test_turns_have_the_answers_of_an_engine_without_a_cache() -> None:
     """Prompts, steps and drafts by the real kernels; the answers are decoded on the device."""
     answers, used = [], []
