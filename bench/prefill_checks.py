@@ -63,9 +63,12 @@ def check_index(
     weights = torch.randn(rows, heads, device=device, generator=generator)
     base = torch.zeros_like(reach)
     scale = (heads * width) ** -0.5
-    got = prefill_index.stream_top(
-        q, weights, keys, base, reach, k, weight_scale=scale, skip=k, plan=plans.index
+    options = {"weight_scale": scale, "skip": k, "plan": plans.index}
+    packed = prefill_index.stream_top(q, weights, keys, base, reach, k, **options)
+    values = prefill_index.key_values(
+        keys, torch.empty(len(keys), width, dtype=torch.bfloat16, device=device)
     )
+    got = prefill_index.stream_top(q, weights, values, base, reach, k, **options)
     w = cache.bf16(cache.bf16(weights).float() * scale).double()
     unequal = beyond = 0
     for row in range(rows):
@@ -94,6 +97,7 @@ def check_index(
         "positions": [at[0], at[-1]],
         "unequal": unequal,
         "beyond_the_gap": beyond,
+        "packed_keys_give_the_same": torch.equal(packed.entries, got.entries),
     }
 
 
@@ -117,9 +121,15 @@ def check_attention(
         some = some[: min(k, n)]
         lists[row, : len(some)] = some.int()
     first = torch.tensor([max(0, window - 1 - 40 * r) for r in range(rows)], device=device).int()
-    got = prefill_attention.attend_rows(
-        q, turn.cos(), turn.sin(), prefill_attention.window_values(own), first, sink,
-        places=window, scale=c**-0.5, main=main, main_rows=lists, plan=plans.attention,
+    values = prefill_attention.main_values(
+        main, torch.empty(len(main), c, dtype=torch.bfloat16, device=device)
+    )
+    got, packed = (
+        prefill_attention.attend_rows(
+            q, turn.cos(), turn.sin(), prefill_attention.window_values(own), first, sink,
+            places=window, scale=c**-0.5, main=used, main_rows=lists, plan=plans.attention,
+        )
+        for used in (values, main)
     )  # fmt: skip
     difference = size = worst = 0.0
     turns = prefill_attention.KEYS
@@ -143,7 +153,12 @@ def check_attention(
         size += float(want.square().sum())
         worst = max(worst, float(error.abs().max()))
     relative = (difference / max(size, 1e-300)) ** 0.5
-    return {"rows": rows, "relative_L2": round(relative, 6), "worst": round(worst, 6)}
+    return {
+        "rows": rows,
+        "relative_L2": round(relative, 6),
+        "worst": round(worst, 6),
+        "packed_entries_give_the_same": torch.equal(got, packed),
+    }
 
 
 def check_cache(args: V41Args, device: str, *, tokens: int, rows: int) -> dict[str, object]:

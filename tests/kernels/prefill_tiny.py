@@ -29,7 +29,7 @@ PLANS = Plans(
     IndexPlan(rows=2, entries=16, turns=1, held=32),
     AttentionPlan(heads=16, warps=4, stages=1),
     StreamPlan(rows=16, channels=64, warps=4, stages=1),
-    PlainPlan(tall=16, wide=64, deep=32, warps=4, stages=1, band=2, programs=3),
+    PlainPlan(tall=16, wide=64, deep=64, warps=4, stages=1, band=2, programs=3),
     experts_at_once=3,
 )
 """Rows from 1,024 on are unpacked first."""
