@@ -175,10 +175,12 @@ class KvCache:
                 self.counters["hits"] += 1
                 self.counters[f"hits_{hit.plan.kind}"] += 1
                 self.counters["tokens_reused"] += resumed.cached_tokens
+                self.counters["tokens_computed"] += len(token_ids) - resumed.cached_tokens
                 return resumed
             if hit.refused:
                 break  # trying it again would not end
         self.counters["misses"] += 1
+        self.counters["tokens_computed"] += len(token_ids)
         return None
 
     # ---- restoring -------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 _PLAIN = {
     "tokens_reused": ("kv_tokens_reused_total", "Prompt tokens that were not computed."),
+    "tokens_computed": ("kv_tokens_computed_total", "Prompt tokens that were, beside them."),
     "stored": ("kv_stored_total", "Conversations kept."),
     "store_full": ("kv_store_full_total", "Conversations not kept for want of memory."),
     "store_refused": (

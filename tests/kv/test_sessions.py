@@ -213,8 +213,7 @@ def test_usage_says_what_came_from_the_cache_in_every_api(make_peer: MakePeer) -
 
 def test_metrics_moved(make_peer: MakePeer) -> None:
     peer = make_peer()
-    ask(peer, [USER])
-    ask(peer, [USER])
+    prompts = sum(ask(peer, [USER]).json()["usage"]["prompt_tokens"] for _ in range(2))
     stats = peer.stats()
     assert (stats["kv_hits"], stats["kv_misses"]) == (1, 1)
     assert stats["kv_tokens_reused"] > 10
@@ -225,6 +224,7 @@ def test_metrics_moved(make_peer: MakePeer) -> None:
         'deepdraft_kv_lookups_total{result="miss"} 1',
         'deepdraft_kv_starts_total{kind="checkpoint"} 1',
         f"deepdraft_kv_tokens_reused_total {stats['kv_tokens_reused']}",
+        f"deepdraft_kv_tokens_computed_total {prompts - stats['kv_tokens_reused']}",
         f'deepdraft_kv_slab_bytes{{state="used"}} {used}',
     ):
         assert line in text.splitlines()
