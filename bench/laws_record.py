@@ -16,11 +16,12 @@ import numpy as np
 import torch
 
 from deepdraft.checkpoint.reader import Checkpoint
+from deepdraft.engine.block import Block
 from deepdraft.engine.engine import Engine
 from deepdraft.engine.grammar import GrammarCompiler, GrammarSource
 from deepdraft.engine.lark import Rules, json_rule
 from deepdraft.engine.runner import Runner
-from deepdraft.engine.speculate import Block, BlockTarget, Speculation
+from deepdraft.engine.speculate import BlockTarget, Speculation
 from deepdraft.proof.prompts import evenly, load_prompts
 from deepdraft.proof.recorded_laws import RULES, FixedTarget
 from deepdraft.spec.protocol import Proposal, Row, Verdict

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from deepdraft.engine.block import FATAL, Block
 from deepdraft.engine.endings import Endings
 from deepdraft.engine.events import AsyncEvents, Events
 from deepdraft.engine.fair import TenantLimits
@@ -23,7 +24,7 @@ from deepdraft.engine.reading import Reading
 from deepdraft.engine.request import EventSink, Request, Wake, check_request
 from deepdraft.engine.sampler import Choice, Sampler
 from deepdraft.engine.scheduler import Limits, PrefillChunk, Scheduler
-from deepdraft.engine.speculate import FATAL, Block, Outcome, Speculation, Speculator
+from deepdraft.engine.speculate import Outcome, Speculation, Speculator
 from deepdraft.errors import DeepdraftError, EngineError, Overloaded, RequestError
 from deepdraft.telemetry import Counters, logger
 from deepdraft.types import (
@@ -428,9 +429,8 @@ class Engine:
             for block in blocks:
                 self._scheduler.charge(block.request, len(block.rows))
         for block in blocks:
-            num_rows = len(block.rows)
-            outcome = self._judge(block, logits_RV[at : at + num_rows])
-            at += num_rows
+            outcome = self._judge(block, logits_RV[at : at + len(block.rows)])
+            at += len(block.rows)
             if outcome is not None:
                 judged.append((block, outcome))
         end = time.perf_counter()
@@ -439,8 +439,8 @@ class Engine:
         # Before the answers go out, so that who has one finds its steps counted.
         self._count_step([block for block, _ in judged], accepted, (begin, drafted, stepped, end))
         for block, outcome in judged:
-            times = {"ms": 1e3 * (end - begin), "draft_ms": 1e3 * (drafted - begin)}
-            self._apply(block, outcome, **times)
+            self._apply(block, outcome, ms=1e3 * (end - begin), draft_ms=1e3 * (drafted - begin))
+        self.speculator.ended(blocks)
         self.counters.add(f"{STEP_PARTS[-1]}_us", round(1e6 * (time.perf_counter() - end)))
 
     def _count_step(

@@ -201,6 +201,7 @@ def _speculation(runner: "Runner", path: Path, options: EngineConfig) -> "Specul
         return Speculation(rule=options.rule)
     calibrations = read_calibrations(path)
     costs = schedule = None
+    live = False
     if options.schedule == "threshold":
         schedule = ThresholdSchedule(threshold=options.draft_threshold)
     elif options.schedule == "all":
@@ -208,8 +209,10 @@ def _speculation(runner: "Runner", path: Path, options: EngineConfig) -> "Specul
     elif options.cost_table is not None:
         costs = StepCosts.from_dict(_read_json(Path(options.cost_table)))
     else:
-        costs = measure_costs(runner)
-    return Speculation(rule=options.rule, schedule=schedule, costs=costs, calibrations=calibrations)
+        costs, live = measure_costs(runner), True
+    return Speculation(
+        rule=options.rule, schedule=schedule, costs=costs, live=live, calibrations=calibrations
+    )
 
 
 def read_calibrations(path: Path) -> "dict[Rule, Calibration]":

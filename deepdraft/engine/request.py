@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deepdraft.errors import EngineError, PromptTooLong, RequestError
-from deepdraft.spec.schedule import DraftGate
+from deepdraft.spec.gate import DraftGate
+from deepdraft.spec.trust import Trust
 from deepdraft.types import (
     CacheUse,
     DecodeStats,
@@ -28,22 +29,9 @@ EventSink = Callable[[TokenEvent], Wake | None]
 """Takes an event; may return what wakes its reader, to be called when the step's events are out."""
 
 
-def new_gate(*, greedy: bool = False) -> DraftGate:
-    """The gate of a new request. The numbers come from recorded drafts of the demo model
-    (docs/speculation.md): greedy text repeats itself, and a few bad steps say little; of sampled
-    text one is enough to pause. A pause is never long."""
-    if greedy:
-        return DraftGate(
-            prior_steps=2.0, prior_gain=1.1, first_pause=4, longest_pause=64, decay=0.95
-        )
-    return DraftGate(first_pause=8, longest_pause=64, decay=0.85, keep=0.5)
-
-
 def crowd_gate() -> DraftGate:
     """The gate of several requests together. A trial is dear, so its pauses are longer."""
-    return DraftGate(
-        prior_steps=2.0, prior_gain=1.1, first_pause=16, longest_pause=128, decay=0.95, keep=0.5
-    )
+    return DraftGate(credit=0.2, decay=0.95, first_pause=16, longest_pause=128)
 
 
 @dataclass(slots=True)
@@ -112,7 +100,9 @@ class Request:
     """How often each token was produced: what the penalties read."""
     rule: Rule = "coupled"
     """How its drafts are verified; settled on admission."""
-    gate: DraftGate = field(default_factory=new_gate)
+    gate: DraftGate = field(default_factory=DraftGate)
+    trust: Trust = field(default_factory=Trust)
+    """How far its drafts' confidences are believed."""
     record: DecodeRecord = field(default_factory=DecodeRecord)
     cached: CacheUse | None = None
     """What of the prompt came from the KV cache."""

@@ -10,19 +10,17 @@ these drafts counted: the drafter chooses under the same row that the target is 
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from operator import mul
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from deepdraft.engine.block import FATAL, Block
 from deepdraft.engine.protocol import DraftingRunner, DraftRows
-from deepdraft.engine.request import Request, crowd_gate, new_gate
+from deepdraft.engine.request import Request
 from deepdraft.engine.sampler import (
     Choice,
     Row,
@@ -34,146 +32,33 @@ from deepdraft.engine.sampler import (
     scores,
     unusable,
 )
-from deepdraft.errors import DeepdraftError, EngineError
+from deepdraft.engine.worth import Worth
 from deepdraft.spec.calibrate import Calibration
-from deepdraft.spec.costs import SHORT, StepCosts
+from deepdraft.spec.costs import StepCosts
 from deepdraft.spec.laws import is_law, law
 from deepdraft.spec.noise import KeyedDice
 from deepdraft.spec.protocol import Proposal, Verdict
 from deepdraft.spec.protocol import Row as Law
-from deepdraft.spec.schedule import CostSchedule, FixedSchedule, Schedule, ThresholdSchedule
+from deepdraft.spec.schedule import FixedSchedule, Schedule, ThresholdSchedule
 from deepdraft.spec.verify import verify
 from deepdraft.telemetry import logger
 from deepdraft.types import Origin, Rule, StepTrace
 
-FATAL = (KeyboardInterrupt, SystemExit)
-"""What ends the engine. Any other BaseException is the panic of a library written in Rust, and ends
-the request that it belongs to."""
-HOPELESS = 0.05
-"""A draft less likely to stand than this is worth no row on any machine; by cost, drafting ends."""
-MARGIN = 1.04
-"""What drafting for several requests takes beyond the cost table: Python for each draft and row,
-and the last steps, when those that drafted well are through and the others wait with fewer."""
 MAX_STEP_ROWS = 96
 """Rows of one step; up to so many are proven to have the same bits alone and together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """How an engine speculates. `costs`: None where nothing was measured."""
+    """How an engine speculates. `costs`: None where nothing was measured. `live`: what steps take
+    corrects them; without that, a run that is repeated makes the same choices."""
 
     rule: Rule = "coupled"
     schedule: ThresholdSchedule | FixedSchedule | None = None
     """None: by cost, where costs are known, else every draft."""
     costs: StepCosts | None = None
+    live: bool = False
     calibrations: Mapping[Rule, Calibration] = field(default_factory=dict)
-
-
-class Block:
-    """One request's part of the next step."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.start = request.next_position
-        self.token_ids: list[int] = []
-        self.laws: list[Law] | None = None if request.rule == "coupled" else []
-        self.raw: list[float] = []
-        self.drafted = False
-        """The drafter ran for it."""
-        self.size = 0
-        """Drafts that it was to have, as known before any was made."""
-        self.num_drafted = 0
-        """Drafts before the schedule cut them."""
-        self.promised = 1.0
-        """Tokens that the confidences of the verified drafts promise, the certain one included."""
-        self.error: BaseException | None = None
-        """Why the request can have no further token."""
-        self._walked = 0
-        """Drafts that the grammar's matcher was led through."""
-        params = request.source.sampling
-        self._counts = bool(
-            params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
-        )
-        mask = None
-        if request.matcher is not None:
-            try:
-                mask = request.matcher.mask()
-            except DeepdraftError as error:
-                self.error = error
-        self.rows = [
-            Row(
-                params=params,
-                position=self.start,
-                output_counts=request.output_counts,
-                prompt_ids=request.source.prompt_ids,
-                mask=mask,
-            )
-        ]
-
-    def extend(self, token_id: int, raw: float, law_V: Law | None) -> None:
-        """Adds a draft, and the row of the place behind it.
-
-        Raises, and adds nothing, where the grammar has nothing to say behind it.
-        """
-        mask = self._walk(token_id)
-        self.token_ids.append(token_id)
-        self.raw.append(raw)
-        if self.laws is not None and law_V is not None:
-            self.laws.append(law_V)
-        last = self.rows[-1]
-        counts = last.output_counts
-        if self._counts:
-            counts = Counter(counts)
-            counts[token_id] += 1
-        self.rows.append(
-            Row(
-                params=last.params,
-                position=last.position + 1,
-                output_counts=counts,
-                prompt_ids=last.prompt_ids,
-                mask=mask,
-            )
-        )
-
-    def _walk(self, token_id: int) -> np.ndarray | None:
-        matcher = self.request.matcher
-        if matcher is None:
-            return None
-        if not matcher.advance(token_id):
-            raise EngineError(f"token {token_id} was drafted although the grammar forbids it")
-        self._walked += 1
-        return matcher.mask()
-
-    @property
-    def complete(self) -> bool:
-        """The drafts complete what the grammar asks for."""
-        matcher = self.request.matcher
-        return matcher is not None and matcher.is_finished
-
-    def walk_back(self) -> None:
-        """Leads the grammar's matcher back to before the drafts."""
-        walked, self._walked = self._walked, 0
-        if self.request.matcher is None or not walked:
-            return
-        try:
-            self.request.matcher.rollback(walked)
-        except FATAL:
-            raise
-        except BaseException as error:
-            self.error = error
-            self.cut(0)
-
-    def cut(self, num_drafts: int) -> None:
-        """Keeps the first drafts. Raw confidences stay: what was cut is part of the record."""
-        del self.token_ids[num_drafts:]
-        if self.laws is not None:
-            del self.laws[num_drafts:]
-        del self.rows[num_drafts + 1 :]
-
-    @property
-    def step_ids(self) -> list[int]:
-        """What the model is to see: the last token, then the drafts."""
-        return [self.request.output_ids[-1], *self.token_ids]
 
 
 @dataclass(slots=True)
@@ -243,34 +128,26 @@ class Speculator:
         self._sampler = sampler
         self.options = options
         self.block_size: int = getattr(runner, "block_size", 0)
-        self._size = self.block_size
         self.observer: Observer | None = None
-        self._greedy: Schedule
-        self._sampled: Schedule
-        self._greedy = self._sampled = options.schedule or FixedSchedule(num_drafts=self.block_size)
-        self._by_cost = options.schedule is None and options.costs is not None
-        # Drafts for several requests take little longer than for one: they draft together or not.
-        self._gate = crowd_gate()
-        survivals: list[float] = list(accumulate(self._means(), mul))
-        self._stood = sum(survivals) or 1.0
-        """Drafts of a request that stood in a step of several, lately."""
-        self._tried: set[int] = set()
-        """The requests that drafted together last, by number."""
-        if self._by_cost and options.costs is not None:
-            means = self._means()
-            self._greedy = CostSchedule(table=options.costs.verify, means=means)
-            self._sampled = CostSchedule(table=options.costs.sampled(), means=means)
-
-    def _means(self) -> tuple[float, ...]:
-        return (self.options.calibrations.get(self.options.rule) or Calibration()).means
+        self.worth: Worth | None = None
+        """None: not by cost."""
+        self._schedule: Schedule = options.schedule or FixedSchedule(num_drafts=self.block_size)
+        if options.schedule is None and options.costs is not None:
+            self.worth = Worth(
+                options.costs,
+                live=options.live,
+                block_size=self.block_size,
+                shortens=getattr(runner, "shortens", False),
+                means=(options.calibrations.get(options.rule) or Calibration()).means,
+                device=torch.device(getattr(runner, "device", "cpu")),
+            )
 
     def settle(self, request: Request) -> None:
-        """Chooses a new request's rule, and its gate. At temperature 0 all rules give the same
-        text, and coupled needs no laws."""
+        """Chooses a new request's rule. At temperature 0 all rules give the same text, and coupled
+        needs no laws."""
         asked = request.source.speculation.rule or self.options.rule
         greedy = request.source.sampling.temperature == 0.0
         request.rule = "coupled" if greedy else asked
-        request.gate = new_gate(greedy=greedy)
 
     # ---- drafting --------------------------------------------------------------------------
 
@@ -279,35 +156,20 @@ class Speculator:
 
         Never raises: a drafter that fails costs the drafts.
         """
+        if self.worth is not None:
+            self.worth.begin()
         blocks = [Block(request) for request in requests]
         wanting = [b for b in blocks if b.error is None and self._most_drafts(b.request)]
-        if self._by_cost:
-            wanting = self._gated(wanting, [request.number for request in requests])
+        if self.worth is not None:
+            wanting = self.worth.gated(wanting, [request.number for request in requests])
         if wanting:
-            self._size = self._block(len(requests))
             self._fill(self._begin(wanting))
             for block in wanting:
                 block.num_drafted = len(block.token_ids)
-            self._schedule(blocks)
+            self._cut(blocks)
+        if self.worth is not None:
+            self.worth.proposed()
         return blocks
-
-    def _gated(self, wanting: list[Block], numbers: Sequence[int]) -> list[Block]:
-        """Those of `wanting` that may draft in a step of these requests."""
-        if len(numbers) == 1:
-            return [block for block in wanting if block.request.gate.wants_draft()]
-        if 2 * len(self._tried.intersection(numbers)) < len(numbers):
-            self._gate = crowd_gate()  # what the old one has seen was not about these
-        if not wanting or not self._gate.wants_draft():
-            return []
-        self._tried = set(numbers)
-        return wanting
-
-    def _block(self, num_requests: int) -> int:
-        """Drafts of a block. For several requests not many more than stand: there the layers' pass
-        costs by the draft. Known from the past, so a legal end of a block."""
-        if num_requests == 1 or not self._by_cost or not getattr(self._runner, "shortens", False):
-            return self.block_size
-        return min(self.block_size, max(SHORT, round(1.4 * self._stood + 0.5)))
 
     def _most_drafts(self, request: Request) -> int:
         asked = request.source.speculation.num_drafts
@@ -317,10 +179,11 @@ class Speculator:
 
     def _begin(self, blocks: Sequence[Block]) -> list[tuple[Block, DraftRows]]:
         batch = [(b.request.handle, b.request.output_ids[-1]) for b in blocks]
+        size = self.block_size if self.worth is None else self.worth.size
         try:
-            if self._size == self.block_size:
+            if size == self.block_size:
                 return list(zip(blocks, self._runner.draft(batch), strict=True))
-            return list(zip(blocks, self._runner.draft(batch, self._size), strict=True))
+            return list(zip(blocks, self._runner.draft(batch, size), strict=True))
         except Exception as error:
             if len(blocks) > 1:
                 return [pair for block in blocks for pair in self._begin([block])]
@@ -396,10 +259,11 @@ class Speculator:
         """Adds a draft to its block; whether there may be another. May raise: nothing is added."""
         block = filling.block
         request = block.request
-        if self._by_cost:
+        if self.worth is not None:
             # A confidence knows the drafts before its own only: a legal end of the block.
-            filling.survival *= self._confidences(block, raw)[len(block.raw)]
-            if filling.survival < HOPELESS:
+            own = self._confidences(block, raw)[len(block.raw) :]
+            filling.survival *= request.trust.apply(own)[0]
+            if self.worth.hopeless(block, filling.survival):
                 return False
         row = block.rows[-1]
         if not math.isfinite(top[0]):
@@ -421,42 +285,21 @@ class Speculator:
         # Known from drafts that stay, so a legal end of the block.
         return token_id not in request.source.stop_token_ids and not block.complete
 
-    def _schedule(self, blocks: Sequence[Block]) -> None:
+    def _cut(self, blocks: Sequence[Block]) -> None:
         """Cuts every block's drafts to what is worth verifying, all requests in one choice."""
-        sampled = any(b.request.source.sampling.temperature for b in blocks)
-        schedule = self._sampled if sampled else self._greedy
         confidences = [self._confidences(block) for block in blocks]
-        sizes = [block.size for block in blocks]
         most = max(MAX_STEP_ROWS, len(blocks))
-        if isinstance(schedule, CostSchedule):
-            load = float(len(blocks))
-            allocation = schedule.allocate(
-                confidences,
-                sizes=sizes,
-                max_rows=most,
-                load=load,
-                rate=len(blocks) / schedule.table.step_ms(len(blocks), load),
-                spent_ms=self._draft_ms(blocks),
-            )
+        if self.worth is not None:
+            counts = self.worth.counts(blocks, confidences, most)
         else:
-            allocation = schedule.allocate(confidences, sizes=sizes, max_rows=most)
-        for block, own, num in zip(blocks, confidences, allocation.num_drafts, strict=True):
+            sizes = [block.size for block in blocks]
+            counts = self._schedule.allocate(confidences, sizes=sizes, max_rows=most).num_drafts
+        for block, num in zip(blocks, counts, strict=True):
             block.cut(num)
-            survivals: list[float] = list(accumulate(own[:num], mul))
-            block.promised = 1.0 + sum(survivals)
 
     def _confidences(self, block: Block, *more: float) -> tuple[float, ...]:
         calibration = self.options.calibrations.get(block.request.rule) or Calibration()
         return calibration.apply([*block.raw, *more])
-
-    def _draft_ms(self, blocks: Sequence[Block]) -> float:
-        costs = self.options.costs
-        drafting = [b for b in blocks if b.drafted]
-        if costs is None or not drafting:
-            return 0.0
-        sampled = sum(b.num_drafted for b in drafting if b.request.source.sampling.temperature)
-        ms = costs.draft_ms(len(drafting), self._size, self.block_size)
-        return ms + sampled * costs.sampled_draft
 
     # ---- verification ----------------------------------------------------------------------
 
@@ -537,11 +380,8 @@ class Speculator:
         self._runner.commit(block.request.handle, block.start + num_accepted)
 
     def learn(self, blocks: Sequence[Block], accepted: Sequence[int], ms: float) -> None:
-        """Takes the results of a step to the record and the gate of each request.
-
-        `ms`: the whole step as measured. The gate reckons in the cost table's milliseconds, so that
-        a busy moment of the machine does not look like a bad draft.
-        """
+        """Takes the results of a step to the record of each request, and to what drafts are worth.
+        `ms`: the whole step as measured."""
         for block, num_accepted in zip(blocks, accepted, strict=True):
             record = block.request.record
             record.ms += ms
@@ -549,21 +389,11 @@ class Speculator:
             record.drafts += block.num_drafted
             record.verified += len(block.token_ids)
             record.histogram[num_accepted] += 1
-        drafted = [block for block in blocks if block.drafted]
-        if not self._by_cost or self.options.costs is None or not drafted:
-            return
-        sampled = any(b.request.source.sampling.temperature for b in blocks)
-        table = self.options.costs.sampled() if sampled else self.options.costs.verify
-        num, verified = len(blocks), sum(len(b.token_ids) for b in blocks)
-        plain_ms = table.step_ms(num, num)
-        step_ms = table.step_ms(num + verified, num) + self._draft_ms(blocks)
-        gate = blocks[0].request.gate
-        if num > 1:
-            gate, step_ms = self._gate, MARGIN * step_ms
-            self._stood += 0.2 * (sum(accepted) / len(drafted) - self._stood)
-        gate.record(
-            1 + sum(accepted) / num,
-            step_ms,
-            plain_ms,
-            expected=1 + sum(b.promised - 1 for b in drafted) / num,
-        )
+        if self.worth is not None:
+            calibrated = [self._confidences(block)[: len(block.token_ids)] for block in blocks]
+            self.worth.learn(blocks, accepted, calibrated)
+
+    def ended(self, blocks: Sequence[Block]) -> None:
+        """The step with these blocks is over, drafts that fell taken back."""
+        if self.worth is not None:
+            self.worth.ended(blocks)

@@ -21,14 +21,15 @@ import torch
 
 from deepdraft.checkpoint.reader import Checkpoint
 from deepdraft.config import memory_of_machine
+from deepdraft.engine.block import Block
 from deepdraft.engine.engine import Engine
 from deepdraft.engine.load import STATE_SHARE
 from deepdraft.engine.measure import measure_costs
-from deepdraft.engine.request import new_gate
 from deepdraft.engine.runner import Runner
-from deepdraft.engine.speculate import Block, BlockTarget, Speculation
+from deepdraft.engine.speculate import BlockTarget, Speculation
 from deepdraft.errors import ConfigError, EngineError
 from deepdraft.proof.prompts import Prompt, context_for, evenly, load_prompts
+from deepdraft.proof.replay import AsTold, replay, replay_fixed
 from deepdraft.spec.calibrate import (
     Calibration,
     Observation,
@@ -39,8 +40,9 @@ from deepdraft.spec.calibrate import (
     reliability,
 )
 from deepdraft.spec.costs import StepCosts
+from deepdraft.spec.live import LiveCosts
 from deepdraft.spec.protocol import RULES, Proposal, Verdict
-from deepdraft.spec.schedule import CostSchedule, ThresholdSchedule
+from deepdraft.spec.schedule import ThresholdSchedule
 from deepdraft.text.tokenizer import Tokenizer
 from deepdraft.types import (
     DecodeStats,
@@ -132,6 +134,7 @@ class Bench:
         options = Speculation(
             rule=setting.rule,
             costs=self.costs if setting.schedule == "cost" else None,
+            live=True,
             calibrations={} if calibration is None else {setting.rule: calibration},
             schedule=ThresholdSchedule(threshold=setting.schedule)
             if isinstance(setting.schedule, float)
@@ -328,44 +331,6 @@ def _reliability(setting: Setting, answers: Sequence[Answer], num: int) -> dict[
     return result
 
 
-def replay(
-    blocks: Sequence[Observation],
-    costs: StepCosts,
-    calibration: Calibration,
-    *,
-    sampled: bool,
-    fixed: int | None = None,
-) -> tuple[float, float]:
-    """Tokens and ms of recorded blocks under the cost schedule with its gate, or a fixed count.
-
-    The drafts and what came of them are the recorded ones; ms come from the cost table.
-    """
-    table = costs.sampled() if sampled else costs.verify
-    schedule = CostSchedule(table=table, means=calibration.means)
-    gate = new_gate(greedy=not sampled)
-    plain = table.step_ms(1)
-    tokens = total = 0.0
-    for seen in blocks:
-        expected = 1.0
-        extra = len(seen.raw) * costs.sampled_draft if sampled else 0.0
-        draft_ms = costs.draft.step_ms(1) + extra
-        if fixed is not None:
-            count = min(fixed, len(seen.raw))
-            draft_ms = draft_ms if fixed else 0.0
-        elif not gate.wants_draft():
-            count, draft_ms = 0, 0.0
-        else:
-            chosen = schedule.allocate([calibration.apply(seen.raw)], rate=1.0 / plain)
-            count, expected = chosen.num_drafts[0], chosen.expected_tokens
-        gained = 1 + min(count, seen.num_accepted)
-        ms = draft_ms + table.step_ms(1 + count)
-        tokens += gained
-        total += ms
-        if fixed is None and draft_ms:
-            gate.record(gained, ms, plain, expected=expected)
-    return tokens, total
-
-
 def _worth(
     setting: Setting,
     answers: Sequence[Answer],
@@ -375,11 +340,14 @@ def _worth(
 ) -> dict[str, Any]:
     """The schedule against every fixed count on the same drafts, by domain and over all."""
     sampled = setting.temperature > 0
-    counts: list[int | None] = [None, *range(num + 1)]
+    machine = AsTold(costs, sampled=sampled)
     cells: dict[str, list[list[tuple[float, float]]]] = defaultdict(list)
     for answer in answers:
         cells[answer.prompt.domain].append(
-            [replay(answer.blocks, costs, calibration, sampled=sampled, fixed=k) for k in counts]
+            [
+                replay(answer.blocks, machine, LiveCosts(costs), calibration, sampled=sampled),
+                *(replay_fixed(answer.blocks, machine, k) for k in range(num + 1)),
+            ]
         )
     domains = {}
     for domain, own in cells.items():

@@ -10,12 +10,20 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import isfinite
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 from deepdraft.errors import ConfigError
 
 SHORT = 2
 """The smallest block that is drafted for several sequences."""
+
+
+class Costs(Protocol):
+    """What steps cost (`CostTable`, `spec.live`)."""
+
+    def step_ms(self, num_rows: int, load: float = 0.0) -> float:
+        """Milliseconds of a step of `num_rows` rows."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """How many drafts of each request a step verifies.
 
-Owns: the fixed threshold, the cost-table rule, both also across requests under a row budget, and
-the gate that stops drafting where it does not pay. Knows nothing of: target results, laws, models.
+Owns: the fixed threshold, the cost-table rule, both also across requests under a row budget. Knows
+nothing of: target results, laws, models, whether to draft at all (`spec.gate`).
 
 Every choice here is a stopping rule. Whether draft i + 1 goes in is decided from the confidences of
 drafts up to i + 1, and a confidence depends on earlier drafts only. A choice that looked further
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from deepdraft.errors import ConfigError
-from deepdraft.spec.costs import CostTable
+from deepdraft.spec.costs import Costs
 
 THRESHOLD_PROFILES = {"4-gpu": 0.3, "8-gpu": 0.2}
 """Thresholds as published for the reference engine."""
@@ -89,6 +89,16 @@ class _Front:
         self.taken[request] += 1
         self._reveal(request)
         return -value
+
+    def take_each(self, room: float) -> float:
+        """Takes the first draft of every request, likeliest first while there is room; returns how
+        many of them should stand."""
+        firsts, self.heads = sorted(self.heads), []
+        for value, request in firsts[: int(min(room, len(firsts)))]:
+            self.survivals[request] = -value
+            self.taken[request] += 1
+            self._reveal(request)
+        return sum(s for s, n in zip(self.survivals, self.taken, strict=True) if n)
 
     def drop(self) -> None:
         """Ends the drafts of the request with the best draft."""
@@ -207,7 +217,7 @@ class CostSchedule:
     expected tokens to milliseconds stands in.
     """
 
-    table: CostTable
+    table: Costs
     means: tuple[float, ...] = ()
 
     def allocate(
@@ -219,17 +229,26 @@ class CostSchedule:
         load: float = 0.0,
         rate: float | None = None,
         spent_ms: float = 0.0,
+        means: Sequence[Sequence[float]] | None = None,
+        explore: bool = False,
     ) -> Allocation:
-        """See `Schedule`. `spent_ms`: time of the step already gone, such as for drafting."""
+        """See `Schedule`. `spent_ms`: time of the step already gone, such as for drafting.
+        `means[r]`: those of request r; None: the schedule's own for all. `explore`: first drafts go
+        in whatever they are worth, as what is not verified teaches nothing."""
         room = _room(len(confidences), max_rows)
         rows = len(confidences)
         sizes = _sizes(confidences, sizes)
+        ahead = means if means is not None else [self.means] * rows
         front = _Front(confidences)
         expected = float(rows)
+        if explore:
+            expected += front.take_each(room)
+            room -= sum(front.taken)
+            rows += sum(front.taken)
         ms = self.table.step_ms(rows, load) if rows else 0.0
         while front.heads and room > 0:
             price = rate if rate is not None else expected / (spent_ms + ms)
-            if not self._pays(front, sizes, rows, room, price, load):
+            if not self._pays(front, sizes, ahead, rows, room, price, load):
                 break
             expected += front.take()
             rows += 1
@@ -241,6 +260,7 @@ class CostSchedule:
         self,
         front: _Front,
         sizes: Sequence[int],
+        means: Sequence[Sequence[float]],
         rows: int,
         room: float,
         price: float,
@@ -263,7 +283,8 @@ class CostSchedule:
             if gain > price * (self.table.step_ms(rows, load) - base):
                 return True
             if i + 1 < sizes[request]:
-                ahead = self.means[i + 1] if i + 1 < len(self.means) else last[request]
+                own = means[request]
+                ahead = own[i + 1] if i + 1 < len(own) else last[request]
                 heapq.heappush(heads, (value * ahead, request, i + 1))
         return False
 
@@ -286,86 +307,3 @@ class RateMeter:
     def rate(self) -> float | None:
         """Tokens per millisecond; None before the first step."""
         return self._tokens / self._ms if self._ms > 0 else None
-
-
-class DraftGate:
-    """Whether a request, or several together, should draft at all, judged from past steps.
-
-    A drafter costs time before its confidences are known. The gate compares what drafted steps
-    yielded with what plain ones would have in the same time, over sums that forget by `decay` a
-    step. They begin as if `prior_steps` plain steps had been drafted and yielded `prior_gain` of
-    their time. If drafting lost, the gate pauses for `first_pause` steps, twice as long each time
-    up to `longest_pause`, keeps the part `keep` of its sums and tries again.
-
-    What a step yields by chance says less than what its confidences promised, as long as they are
-    right: with `expected` the yield is the promise times the share of promises kept so far, which
-    begins as if `trust` tokens had been promised and kept.
-    """
-
-    def __init__(
-        self,
-        *,
-        prior_steps: float = 0.0,
-        prior_gain: float = 1.0,
-        first_pause: int = 16,
-        longest_pause: int = 256,
-        decay: float = 0.9,
-        keep: float = 0.0,
-        trust: float = 2.0,
-    ) -> None:
-        if not (
-            prior_steps >= 0.0
-            and prior_gain > 0.0
-            and 1 <= first_pause <= longest_pause
-            and 0.0 < decay < 1.0
-            and 0.0 <= keep <= 1.0
-            and trust > 0.0
-        ):
-            raise ConfigError(
-                "draft gate: prior_steps >= 0, prior_gain > 0, 1 <= first_pause <= longest_pause, "
-                "0 < decay < 1, 0 <= keep <= 1 and trust > 0"
-            )
-        self.prior_steps, self.prior_gain = prior_steps, prior_gain
-        self.first_pause, self.longest_pause = first_pause, longest_pause
-        self.decay, self.keep = decay, keep
-        self._pause = first_pause
-        self._resting = 0
-        self._promised = self._kept = trust
-        self._won = self._ms = 0.0
-        """What the drafted steps' tokens would have taken plainly, and what the steps took, ms."""
-
-    def wants_draft(self) -> bool:
-        """Asked once a step."""
-        if self._resting:
-            self._resting -= 1
-            return False
-        return True
-
-    def record(
-        self,
-        num_tokens: float,
-        ms: float,
-        plain_ms: float,
-        *,
-        expected: float | None = None,
-    ) -> None:
-        """A drafted step: its tokens, its whole time, and the time that a plain step takes now.
-
-        `expected`: tokens that the confidences of the verified drafts promised, the certain one
-        included; None: the tokens themselves count.
-        """
-        tokens = num_tokens
-        if expected is not None:
-            self._promised += expected - 1.0
-            self._kept += num_tokens - 1.0
-            tokens = 1.0 + (expected - 1.0) * self._kept / self._promised
-        self._won = self.decay * self._won + tokens * plain_ms
-        self._ms = self.decay * self._ms + ms
-        prior = self.prior_steps * plain_ms
-        if self._won + prior * self.prior_gain >= self._ms + prior:
-            self._pause = self.first_pause
-            return
-        self._resting = self._pause
-        self._pause = min(2 * self._pause, self.longest_pause)
-        self._won *= self.keep
-        self._ms *= self.keep

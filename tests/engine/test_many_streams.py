@@ -2,8 +2,9 @@
 
 import pytest
 
+from deepdraft.engine.block import Block
 from deepdraft.engine.engine import Engine
-from deepdraft.engine.speculate import Block, Speculation, Speculator
+from deepdraft.engine.speculate import Speculation, Speculator
 from deepdraft.spec.costs import CostTable, StepCosts
 from deepdraft.types import SamplingParams
 
@@ -32,9 +33,9 @@ def of_plain(
 
     def count(self: Speculator, blocks: list[Block], accepted: list[int], ms: float) -> None:
         nonlocal spent, tokens
-        rows = sum(len(block.rows) for block in blocks)
         if len(blocks) == STREAMS:  # neither the first nor the last few steps
-            spent += COSTS.verify.step_ms(rows, len(blocks)) + self._draft_ms(blocks)
+            assert self.worth is not None
+            spent += self.worth.step_ms(blocks)
             tokens += sum(accepted) + len(blocks)
         learn(self, blocks, accepted, ms)
 

@@ -15,10 +15,10 @@ from deepdraft.errors import ConfigError
 from deepdraft.proof import oracles
 from deepdraft.proof.failed import Failed
 from deepdraft.spec.costs import CostTable
+from deepdraft.spec.gate import DraftGate
 from deepdraft.spec.protocol import Dice, Proposal
 from deepdraft.spec.schedule import (
     CostSchedule,
-    DraftGate,
     FixedSchedule,
     RateMeter,
     Schedule,
@@ -318,8 +318,7 @@ def rates(
             tokens, ms = tokens + gained, ms + step
             meter.add(1 + stood, step)
             if drafts:
-                promised = 1 + survivals[:n].sum()
-                gate.record(1 + stood, step, table.step_ms(1), expected=promised)
+                gate.record(gained, step, table.step_ms(1))
     return tokens / ms, [a / b for a, b in fixed]
 
 
@@ -346,7 +345,7 @@ def test_gated_drafting_stays_near_the_best_even_where_drafts_fail(kind: str) ->
     assert ours >= 0.97 * max(fixed)
 
 
-# Meter and gate
+# The meter
 
 
 def test_meter_forgets() -> None:
@@ -359,104 +358,6 @@ def test_meter_forgets() -> None:
     assert meter.rate == pytest.approx(0.6)
     with pytest.raises(ConfigError, match="decay"):
         RateMeter(decay=1.0)
-
-
-def test_gate_pauses_longer_each_time_and_recovers() -> None:
-    gate = DraftGate(first_pause=3, longest_pause=5)
-
-    def steps_until_draft() -> int:
-        n = 0
-        while not gate.wants_draft():
-            n += 1
-        return n
-
-    pauses = []
-    for _ in range(4):
-        gate.record(1, 15.0, 10.0)
-        pauses.append(steps_until_draft())
-    assert pauses == [3, 5, 5, 5]
-    for _ in range(20):
-        assert gate.wants_draft()
-        gate.record(3, 15.0, 10.0)
-    # One poor step after many good ones changes nothing; many do.
-    gate.record(1, 15.0, 10.0)
-    assert gate.wants_draft()
-    poor = 0
-    while gate.wants_draft():
-        gate.record(1, 15.0, 10.0)
-        poor += 1
-        assert poor < 30
-    assert poor > 3
-    assert steps_until_draft() == 2, "back at the first pause, one step of it already asked for"
-
-
-def poor_steps_until_pause(gate: DraftGate, expected: float | None) -> int:
-    steps = 0
-    while gate.wants_draft():
-        gate.record(1, 15.0, 10.0, expected=expected)
-        steps += 1
-        assert steps < 100
-    return steps
-
-
-def test_gate_gives_the_benefit_of_its_prior() -> None:
-    """Drafting that loses half its time is paid for out of two steps that won a tenth each."""
-    assert poor_steps_until_pause(DraftGate(), None) == 1
-    assert poor_steps_until_pause(DraftGate(prior_steps=8.0, prior_gain=1.2), None) == 4
-    # The prior is worth as many plain steps of now: its size in ms does not matter.
-    gate = DraftGate(prior_steps=8.0, prior_gain=1.2)
-    for _ in range(4):
-        assert gate.wants_draft()
-        gate.record(1, 150.0, 100.0)
-    assert not gate.wants_draft()
-
-
-def test_gate_believes_promises_as_far_as_they_were_kept() -> None:
-    # Bad luck with drafts that promised enough does not close it, nor luck with hopeless ones.
-    gate = DraftGate()
-    gate.record(1, 15.0, 10.0, expected=3.0)
-    assert gate.wants_draft()
-    gate = DraftGate()
-    gate.record(2, 15.0, 10.0, expected=1.1)
-    assert not gate.wants_draft()
-    # Promises that are never kept soon count for nothing, and sooner with less trust.
-    patience = [poor_steps_until_pause(DraftGate(trust=t), 6.0) for t in (0.5, 2.0, 10.0)]
-    assert patience[0] <= 2 < patience[1] <= 9 < patience[2]
-    # Promises that are too small are raised in the same way.
-    gate = DraftGate(trust=1.0)
-    for _ in range(50):
-        assert gate.wants_draft()
-        gate.record(3, 15.0, 10.0, expected=1.4 if gate._kept > 20 else 2.0)
-    # A promise of nothing says nothing about promises.
-    gate = DraftGate()
-    gate.record(1, 10.0, 10.0, expected=1.0)
-    assert gate.wants_draft() and gate._kept == gate._promised
-
-
-def test_gate_keeps_a_part_of_what_it_saw() -> None:
-    """After a pause, one good step outweighs what was kept of the bad ones, or does not."""
-    for keep, again in ((0.0, True), (0.9, False)):
-        gate = DraftGate(first_pause=1, keep=keep)
-        gate.record(1, 15.0, 10.0)
-        assert not gate.wants_draft() and gate.wants_draft()
-        gate.record(1.8, 15.0, 10.0)
-        assert gate.wants_draft() is again
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"prior_steps": -1.0},
-        {"prior_gain": 0.0},
-        {"first_pause": 9, "longest_pause": 8},
-        {"decay": 0.0},
-        {"keep": 1.5},
-        {"trust": 0.0},
-    ],
-)
-def test_gate_refuses_what_makes_no_sense(bad: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="draft gate"):
-        DraftGate(**bad)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
