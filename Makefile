@@ -45,11 +45,12 @@ test: setup-test
 test-full: setup-test
 	$(BIN)/pytest -q -m 'not gpu'
 
-# Clients that are too heavy for the test environment (440 MB), in one of their own.
+# Clients that are too heavy for the test environment (440 MB), in one of their own. Its versions:
+# pip freeze after `pip install pytest litellm langchain-deepseek`.
 CLIENTS := build/clients
-$(CLIENTS)/.installed:
+$(CLIENTS)/.installed: tests/clients/requirements.txt
 	$(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/pip install --quiet pytest 'litellm>=1.110,<2' 'langchain-deepseek>=1.1,<2'
+	$(CLIENTS)/bin/pip install --quiet -r $<
 	@touch $@
 
 test-clients: setup-test $(CLIENTS)/.installed

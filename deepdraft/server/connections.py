@@ -14,6 +14,7 @@ import http
 from collections.abc import Iterable
 from typing import Any
 
+import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -63,6 +64,8 @@ class Connection(HttpToolsProtocol):
     """What came while no head was whole."""
     _in_body = False
     """The body of a request is not there yet; where it is answered already, the rest is dropped."""
+    _stays = False
+    """The parser reads again what the head has said of the body."""
     _running: RequestResponseCycle | None = None
     """The request that is being answered; `cycle` is the newest one."""
 
@@ -85,16 +88,37 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Bytes have come; a head that does not end is refused before it is held in memory."""
         in_body = self._in_body
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._stay(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            large = self._head_bytes > MAX_HEAD_BYTES
+            self._refuse(_too_large() if large else BadHead("this is no valid HTTP/1.1 request"))
         if self.head_since is None or in_body or self._in_body:
             self._pending_bytes = 0
             return
         self._pending_bytes += len(data)
-        if self._pending_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+        if self._pending_bytes > MAX_HEAD_BYTES:
             self._refuse(_too_large())
+
+    def _stay(self, rest: bytes) -> None:
+        """Goes on in HTTP/1.1 with a request that offers another protocol, as Java's client does
+        with each. The parser takes nothing behind the offer, and the body would be lost."""
+        framing = (b"content-length", b"transfer-encoding")
+        lines = (name + b": " + value + b"\r\n" for name, value in self.headers if name in framing)
+        parser = httptools.HttpRequestParser(self)
+        self._stays, self.parser = True, parser
+        parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(lines) + b"\r\n")
+        self._stays = False
+        if rest and self.parser is parser:
+            self.data_received(rest)
 
     def on_message_begin(self) -> None:
         """The first byte of a request."""
+        if self._stays:
+            return
         super().on_message_begin()
         now = self.loop.time()
         self.head_since = now if self.head_since is None else min(self.head_since, now)
@@ -102,22 +126,28 @@ class Connection(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         """A part of the request's target."""
+        if self._stays:
+            return
         self._count_head(url)
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One line of the head."""
+        if self._stays:
+            return
         self._count_head(name, value)
         super().on_header(name, value)
 
     def _count_head(self, *parts: bytes) -> None:
         self._head_bytes += sum(map(len, parts))
         if self._head_bytes > MAX_HEAD_BYTES:
-            # The parser reports it as its own error, which comes to `send_400_response`.
+            # The parser reports it as its own error.
             raise _too_large()
 
     def on_headers_complete(self) -> None:
         """The head is whole."""
+        if self._stays:
+            return
         self.head_since, self._in_body = None, True
         super().on_headers_complete()
         if len(self.pipeline) > MAX_PIPELINED:
@@ -129,6 +159,8 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The body is whole."""
+        if self.parser.should_upgrade():
+            return  # it only looks so: the parser has seen the head alone
         self._in_body = False
         super().on_message_complete()
 
@@ -144,14 +176,9 @@ class Connection(HttpToolsProtocol):
         if self._idle and self.head_since is None:
             self.head_since = self.loop.time() + KEEP_ALIVE_S
 
-    def send_400_response(self, msg: str) -> None:
-        """Answers bytes that are no HTTP request, in the shape of our errors."""
+    def _refuse(self, error: RequestError) -> None:
         if self.transport.is_closing():
             return
-        large = self._head_bytes > MAX_HEAD_BYTES
-        self._refuse(_too_large() if large else BadHead("this is not a valid HTTP/1.1 request"))
-
-    def _refuse(self, error: RequestError) -> None:
         self.counters.add(f"http_{error.http_status}")
         if self._idle:
             # Nothing may be written into an answer that is under way.

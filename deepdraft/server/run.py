@@ -6,6 +6,7 @@ Knows nothing of: wire formats, models.
 
 import asyncio
 import contextlib
+import resource
 import signal
 import socket
 import threading
@@ -22,6 +23,8 @@ from deepdraft.telemetry import configure_logging, logger
 # Seconds between the end of the grace period, when every request is cancelled, and the moment
 # when connections are cut that did not take their last bytes.
 _LAST_BYTES_S = 5
+_OWN_FILES = 256
+"""Files that a server has open beside its connections."""
 
 
 class Server(uvicorn.Server):
@@ -94,10 +97,27 @@ class Server(uvicorn.Server):
                 self._grace.cancel()
 
 
+def _allow_files(num_connections: int) -> None:
+    """Lets this process open so many connections beside its own files, as far as it may."""
+    wanted = num_connections + _OWN_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        if most < wanted:
+            logger.warning(
+                "this process may open %d files, too few for server.max_connections = %d; raise "
+                "the limit (ulimit -n)",
+                most,
+                num_connections,
+            )
+
+
 def serve(service: Service) -> None:
     """Serves until SIGINT or SIGTERM. Raises the DeepdraftError that ended loading, if one did."""
     settings = service.config.server
     configure_logging(settings.log_level, settings.log_format)
+    _allow_files(settings.max_connections)
     server = Server(service)
     try:
         server.config.load()

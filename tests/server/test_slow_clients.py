@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 import socket
 import ssl
@@ -45,7 +46,15 @@ def rest_of(connection: socket.socket) -> bytes:
 
 def serves(live: Live) -> None:
     live.toy.say("ok")
-    response = httpx.post(f"{live.url}/v1/chat/completions", json=body(), timeout=20)
+    url, tries = f"{live.url}/v1/chat/completions", 0
+    while True:
+        try:
+            response = httpx.post(url, json=body(), timeout=60)
+            break
+        except httpx.TransportError:
+            # On a busy machine this client may itself be too slow for a short limit.
+            tries += 1
+            assert tries < 5
     assert response.json()["choices"][0]["message"]["content"] == "ok"
 
 
@@ -81,7 +90,7 @@ def test_a_quick_head_may_have_a_slow_second_request(make_live: Callable[..., Li
 
 
 def test_a_body_that_does_not_come(make_live: Callable[..., Live]) -> None:
-    live = make_live(server={"body_timeout_s": 0.2})
+    live = make_live(server={"body_timeout_s": 1.0})
     for sent in (b"", b'{"messages": ['):
         with connected(live) as connection:
             connection.sendall(CHAT + b"content-length: 1000\r\n\r\n" + sent)
@@ -119,11 +128,12 @@ def test_a_client_that_reads_one_byte_a_second_or_nothing(
         wanted = {"max_tokens": 20_000, "logprobs": True, "top_logprobs": 20, "messages": long}
         slow.sendall(post(stream=True, **wanted))
         until(lambda: num_open(live) == 1)
-        got, end = b"", time.monotonic() + 60
+        got, end = b"", time.monotonic() + 120
         while reads and num_open(live):
             assert time.monotonic() < end, "it was never cut"
             got += slow.recv(1)
-            other = httpx.post(f"{live.url}/v1/chat/completions", json=body(max_tokens=2))
+            url = f"{live.url}/v1/chat/completions"
+            other = httpx.post(url, json=body(max_tokens=2), timeout=60)
             assert other.json()["usage"]["completion_tokens"] == 2
             time.sleep(1)
         until(lambda: num_open(live) == 0)
@@ -253,6 +263,35 @@ def test_a_client_that_leaves_with_another_request_behind(
     assert live.toy.runner.num_steps < 19_000
 
 
+OFFER = b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAAAB\r\n"
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 7])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_an_offer_of_another_protocol_is_ignored(
+    make_live: Callable[..., Live], chunked: bool, pieces: int
+) -> None:
+    """Java's client makes one with every request, and its bodies got lost."""
+    live = make_live()
+    live.toy.say("ok")
+    content = json.dumps(body()).encode()
+    one = CHAT + OFFER
+    if chunked:
+        one += b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(content), content)
+    else:
+        one += b"content-length: %d\r\n\r\n%s" % (len(content), content)
+    sent = one + b"GET /readyz HTTP/1.1\r\nhost: x\r\n" + OFFER + b"\r\n"
+    sent += CHAT + b"connection: close\r\ncontent-length: 2\r\n\r\n{}"
+    size = -(-len(sent) // pieces)
+    with connected(live) as connection:
+        for i in range(0, len(sent), size):
+            connection.sendall(sent[i : i + size])
+            time.sleep(0.02)
+        answer = rest_of(connection)
+    assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"200", b"200", b"400"], answer
+    assert b'"ok"' in answer and b'{"state":"ready"}' in answer
+
+
 def test_garbage_behind_a_request_does_not_get_into_its_answer(
     make_live: Callable[..., Live],
 ) -> None:
@@ -264,7 +303,7 @@ def test_garbage_behind_a_request_does_not_get_into_its_answer(
         answer = connection.recv(4096)
         connection.sendall(b"\x00garbage\r\n\r\n")
         answer += rest_of(connection)
-    assert answer.count(b"HTTP/1.1 ") == 1 and b"not a valid" not in answer
+    assert answer.count(b"HTTP/1.1 ") == 1 and b"no valid" not in answer
     until(lambda: num_open(live) == 0)
     assert counted(live, "http_400") == 1
 
@@ -334,7 +373,9 @@ def test_only_so_many_large_bodies_at_a_time(make_live: Callable[..., Live]) -> 
         assert answer.startswith(b"HTTP/1.1 503") and b"retry-after" in answer
         serves(live)  # small ones pass
     until(lambda: not live.server.server_state.tasks)
-    answer = httpx.post(f"{live.url}/v1/chat/completions", json=body(messages=text)).json()
+    answer = httpx.post(
+        f"{live.url}/v1/chat/completions", json=body(messages=text), timeout=60
+    ).json()
     assert answer["error"]["code"] == "context_length_exceeded"
 
 
@@ -447,8 +488,8 @@ def test_a_slow_handshake_or_head_over_tls(
     live = make_live(server={"tls_cert": cert, "tls_key": key, "header_timeout_s": 0.3})
     context = ssl.create_default_context(cafile=cert)
     with connected(live) as plain, context.wrap_socket(plain, server_hostname="127.0.0.1") as tls:
-        tls.sendall(b"GET /heal")
         with contextlib.suppress(ssl.SSLError, OSError):
+            tls.sendall(b"GET /heal")
             assert tls.recv(10) == b""
 
 
@@ -462,7 +503,7 @@ def test_certificates_that_cannot_be_used(tmp_path: Path, certificate: Any) -> N
 
 
 def test_a_stream_that_is_read_is_never_cut(make_live: Callable[..., Live]) -> None:
-    live = make_live(server={"header_timeout_s": 0.2, "send_timeout_s": 0.2})
+    live = make_live(server={"header_timeout_s": 1.0, "send_timeout_s": 0.2})
     live.toy.say("x" * 60)
     live.toy.runner.delay_s = 0.02
     with httpx.stream("POST", f"{live.url}/v1/chat/completions", json=body(stream=True)) as r:

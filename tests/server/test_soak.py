@@ -1,4 +1,4 @@
-"""A short soak of the bundled model: faults of all kinds, 16 clients at once, and nothing is left
+"""A short soak of the bundled model: faults of all kinds, 64 clients at once, and nothing is left
 behind; every finished answer is the one that the request gets alone."""
 
 import asyncio
@@ -116,7 +116,7 @@ def nothing_is_left(live: Live) -> bool:
 
 
 def test_faults_leave_nothing_and_change_nothing(live: Live) -> None:
-    asyncio.run(soak(live.url, num_clients=16, num_things=4))
+    asyncio.run(soak(live.url, num_clients=64, num_things=1))
     until(lambda: nothing_is_left(live), 60)
     until(lambda: not live.server.server_state.tasks, 20)
     engine = live.toy.service._engine
