@@ -40,7 +40,9 @@ class V4Args(DecoderArgs):
     hc_sinkhorn_iters: int
     hc_eps: float
     num_nextn_predict_layers: int = 0
-    """Drafter layers. The DSpark sizes below are 0 where they are of another kind."""
+    """Drafter layers. The DSpark sizes below are 0 where they predict the next token."""
+    drafter_compresses: bool = False
+    """Next-token prediction layers that are not window-only: nothing is known of such."""
     dspark_block_size: int = 0
     dspark_noise_token_id: int = 0
     dspark_target_layer_ids: tuple[int, ...] = ()

@@ -65,7 +65,7 @@ def parse_v4(config: dict[str, Any], *, accept_unknown: Iterable[str] = ()) -> V
     }
     fields["hc_mult"] = top.integer("hc_mult", low=1, high=64)
     fields["hc_sinkhorn_iters"] = top.integer("hc_sinkhorn_iters", low=1, high=1000)
-    fields |= _dspark(top, fields, drafter)
+    fields |= _drafter(top, fields, drafter)
     sections = read_quantization(top)
     kinds, csa_ratio, hca_ratio, more = _attention(top, layers, drafter)
     sections += more
@@ -99,15 +99,18 @@ def parse_v4(config: dict[str, Any], *, accept_unknown: Iterable[str] = ()) -> V
     return args
 
 
-def _dspark(top: Section, fields: dict[str, Any], drafter: int) -> dict[str, Any]:
-    """Sizes of DSpark layers; nothing where `dspark_block_size` is missing: the drafter is of
-    another kind then, and its tensors stay unread."""
+def _drafter(top: Section, fields: dict[str, Any], drafter: int) -> dict[str, Any]:
+    """Sizes of DSpark layers; where `dspark_block_size` is missing, drafter layers predict the
+    next token."""
     top.read.update(key for key in top.values if key.startswith("dspark_"))
-    if not drafter or not top.has("dspark_block_size"):
+    if not drafter:
         return {}
     layers, vocabulary = fields["num_hidden_layers"], fields["vocab_size"]
     ratios = top.values.get("compress_ratios")
-    if isinstance(ratios, list) and any(ratios[layers:]):
+    compresses = isinstance(ratios, list) and any(ratios[layers:])
+    if not top.has("dspark_block_size"):
+        return {"drafter_compresses": compresses}
+    if compresses:
         raise ConfigError(
             f"compress_ratios[{layers}:] = {show(ratios[layers:])} must be 0: DSpark layers have "
             "windows only"

@@ -57,8 +57,7 @@ STORED_DTYPES: dict[Format, tuple[str, ...]] = {
 SKIP_RULES: dict[str, str] = {
     "vision": "the vision tower (vision.*, aligner.*, image_*) stays unread: image input is not "
     "supported yet",
-    "mtp": "drafter layers are read to draft only (V3, V3.2, DSpark layers of V4); V4's single "
-    "next-token prediction layer stays unread",
+    "mtp": "drafter layers (V3, V3.2, V4) are read to draft only",
     "derived": "rotary frequencies are computed from config.json, stored copies stay unread",
 }
 """Modules whose tensors are checked but never read, and why."""

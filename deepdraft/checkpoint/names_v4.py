@@ -1,8 +1,8 @@
 """Every tensor of a DeepSeek-V4 checkpoint: names as published, shapes from the sizes.
 
 Formats are open: FP8 blocks, MXFP4 experts, BF16 or F32 (`resolve`). The drafter's tensors
-(`mtp.*`) are known where it consists of DSpark layers, else by their prefix only. Knows nothing of:
-files, torch.
+(`mtp.*`) are DSpark layers or next-token prediction layers; may be absent as a whole. Knows nothing
+of: files, torch.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 
 
 def v4_entries(args: V4Args) -> Iterator[Entry]:
-    """The table, DSpark layers included."""
+    """The table, drafter layers included."""
     d, s = args.hidden_size, args.hc_mult
     ends = "embed and head"
     yield _plain("embed.weight", (args.vocab_size, d), ends)
@@ -26,10 +26,28 @@ def v4_entries(args: V4Args) -> Iterator[Entry]:
         yield _plain(f"hc_head_{name}", shape, "mHC")
     for layer in range(args.num_hidden_layers):
         yield from _layer(args, layer)
-    if args.dspark_block_size:
-        for entry in _dspark(args):
-            group = "MTP experts" if "experts" in entry.group else "MTP"
-            yield replace(entry, group=group, module="mtp", optional="DSpark layers")
+    drafter = [*_dspark(args)] if args.dspark_block_size else [*_prediction(args)]
+    for entry in drafter:
+        group = "MTP experts" if "experts" in entry.group else "MTP"
+        label = entry.optional or "drafter layers"
+        yield replace(entry, group=group, module="mtp", optional=label)
+
+
+def _prediction(args: V4Args) -> Iterator[Entry]:
+    """Window-only layers, each with two maps in front and a head mix and a norm behind it."""
+    d, s = args.hidden_size, args.hc_mult
+    for number in range(0 if args.drafter_compresses else args.num_nextn_predict_layers):
+        at = f"mtp.{number}."
+        yield from _block(args, at, "window", 0, hashed=False)
+        yield _linear(f"{at}e_proj", (d, d), "")
+        yield _linear(f"{at}h_proj", (d, d), "")
+        for name in ("enorm", "hnorm", "norm"):
+            yield _plain(f"{at}{name}.weight", (d,), "")
+        for name, shape in (("fn", (s, s * d)), ("base", (s,)), ("scale", (1,))):
+            yield _plain(f"{at}hc_head_{name}", shape, "")
+        # Copies of the model's own embedding and head, which exports may hold.
+        for name in ("emb.tok_emb.weight", "head.weight"):
+            yield _plain(f"{at}{name}", (args.vocab_size, d), "", optional=f"{at}{name}")
 
 
 def _dspark(args: V4Args) -> Iterator[Entry]:
@@ -49,8 +67,8 @@ def _dspark(args: V4Args) -> Iterator[Entry]:
 
 
 def v4_unread(args: V4Args, names: Iterable[str]) -> list[str]:
-    """Those of `names` that belong to the drafter layers which the configuration announces."""
-    if args.dspark_block_size:
+    """Those of `names` that belong to drafter layers of which nothing is known."""
+    if not args.drafter_compresses:
         return []
     prefixes = tuple(f"mtp.{i}." for i in range(args.num_nextn_predict_layers))
     return [name for name in names if prefixes and name.startswith(prefixes)]

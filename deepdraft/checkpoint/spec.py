@@ -31,6 +31,7 @@ NOT_IN_LOGITS = frozenset(
         "more_end_ids",
         "pad_token_id",
         "num_nextn_predict_layers",
+        "drafter_compresses",
         "scale_fmt",
         "dspark_block_size",
         "dspark_noise_token_id",

@@ -31,10 +31,13 @@ _KINDS = ("llama", "v2", "v2-lite", "v3", "v32", "v4", "v41")
 @click.option("--shards", type=click.IntRange(1, 99), default=1, show_default=True, metavar="N")
 @click.option("--real-latents", is_flag=True, help="Latent sizes that kernels are compiled for.")
 @click.option("--mtp", is_flag=True, help="With a drafter (v3, v32, v4).")
-def tiny(family: str, out: str, **options: Any) -> int:
+@click.option("--mtp-next", is_flag=True, help="v4: with the first release's, one layer.")
+def tiny(family: str, out: str, mtp_next: bool, **options: Any) -> int:
     """Write a tiny checkpoint of FAMILY with random weights into the directory OUT."""
     from deepdraft.proof.tiny_write import write_tiny
 
+    if mtp_next:
+        options["mtp"] = "next"
     click.echo(str(write_tiny(out, family, **options)))
     return 0
 

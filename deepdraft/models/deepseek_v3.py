@@ -19,7 +19,7 @@ from deepdraft.models import deepseek_v2
 from deepdraft.models.arithmetic import FamilyWeights
 from deepdraft.models.decoder import DecoderModel, Record
 from deepdraft.models.mla import Chosen, Turn, rope_table
-from deepdraft.models.mtp import NextTokenDrafter
+from deepdraft.models.mtp import LatentPrediction, NextTokenDrafter
 from deepdraft.models.sequence import StepRows
 from deepdraft.ops import index as index_ops
 from deepdraft.ops.blocked import whole_blocks
@@ -168,13 +168,15 @@ class DeepseekV3(DecoderModel):
         if f"{prefix}.eh_proj.weight" not in table or self.args.num_nextn_predict_layers != 1:
             return None
         return NextTokenDrafter(
-            Block(self.args, self.weights, layer),
-            self.weights,
-            prefix,
-            embed=self.embed,
-            head=self.head,
-            eps=self.eps,
-            turns=self._turns,
+            LatentPrediction(
+                Block(self.args, self.weights, layer),
+                self.weights,
+                prefix,
+                embed=self.embed,
+                head=self.head,
+                eps=self.eps,
+                turns=self._turns,
+            )
         )
 
     @property

@@ -1,20 +1,24 @@
 """DeepSeek-V4 (Flash, Pro): layers with windows and compressed entries on residual streams
 (docs/families.md, section V4).
 
-Owns: the order of layers, the collapse of the streams. Layers are `v4_layers`, the drafter
-`dspark_v4`.
+Owns: the order of layers, the collapse of the streams. Layers are `v4_layers`, the drafters
+`dspark_v4` and `mtp_v4`.
 
 Letters: R rows, D hidden, S streams.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from deepdraft.arch import StateKind, V4Args
+from deepdraft.models import mtp_v4
 from deepdraft.models.decoder import DecoderModel, Record
 from deepdraft.models.dspark_v4 import Drafter, present
+from deepdraft.models.mtp import NextTokenDrafter
 from deepdraft.models.sequence import StepRows
 from deepdraft.models.v4_layers import Attention, Block, HeadMix, Step
 from deepdraft.ops.rope import RopeTable
@@ -55,17 +59,31 @@ class DeepseekV4(DecoderModel):
             self.blocks.append(Block(args, weights, prefix, attention, hashed=hashed))
         self.head_mix = HeadMix(args, weights, "")
         self.tapped: list[Tensor] = []
-        if self.drafting and present(args, weights):
-            self.drafter = Drafter(args, weights, self.ropes, embed=self.embed, head=self.head)
+        self.predicts = False
+        if self.drafting:
+            self.drafter = self._drafter()
+
+    def _drafter(self) -> Drafter | NextTokenDrafter | None:
+        args, weights = self.args, self.weights
+        more = {"embed": self.embed, "head": self.head}
+        if present(args, weights):
+            return Drafter(args, weights, self.ropes, **more)
+        self.predicts = mtp_v4.present(args, weights)
+        if not self.predicts:
+            return None
+        return NextTokenDrafter(mtp_v4.StreamPrediction(args, weights, self.ropes, **more))
 
     @property
     def state_kinds(self) -> tuple[StateKind, ...]:
         """With a drafter its windows, too."""
         kinds = self.args.state_kinds
+        if self.predicts:
+            return tuple(replace(k, layers=k.layers + (k.name == "window")) for k in kinds)
         return kinds if self.drafter is None else (*kinds, self.args.drafter_kind)
 
     def taps(self, x: Tensor) -> Tensor:
-        """The mean stream behind each of the drafter's target layers: [R, targets * D]."""
+        """All streams behind the last layer [R, S * D], or the mean stream behind each of the
+        DSpark drafter's target layers [R, targets * D]."""
         return torch.cat(self.tapped, 1)
 
     def layers(self, x: Tensor, rows: StepRows, record: Record | None) -> Tensor:
@@ -76,4 +94,6 @@ class DeepseekV4(DecoderModel):
             x = block(x, step, None if record is None else record.setdefault(f"L{layer}", {}))
             if self.drafter is not None and layer in self.args.dspark_target_layer_ids:
                 self.tapped.append(self.num.act(x.mean(1)))
+        if self.predicts:
+            self.tapped.append(x.flatten(1))
         return self.head_mix(x)

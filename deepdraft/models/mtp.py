@@ -1,19 +1,21 @@
-"""The next-token prediction layer of V3 and V3.2 as a drafter (docs/families.md, section Drafting).
+"""A next-token prediction layer as a drafter (docs/families.md, section Drafting): V3, V3.2, V4.
 
-    x_i = eh_proj [ enorm(embedding of token i+1) ; hnorm(h_i) ],  h_i the normed last hidden state
-    h'_i = block(x_i),  logits of token i+2 = head( norm(h'_i) )
+The layer makes h'_i of the model's hidden state h_i and token i+1, and its logits are those of
+token i+2. Further drafts go through the same layer with h'_i in the place of the hidden state that
+is not known yet. The layer has keys of its own: entry i holds what h_i and token i+1 give, so it is
+one behind the text. Losing entries costs good drafts, never the text's law.
 
-Embedding and head are the model's. Further drafts go through the same layer with h'_i in the place
-of the hidden state that is not known yet. The layer has keys of its own: entry i holds what x_i
-gives, so it is one behind the text. Losing entries costs good drafts, never the text's law.
+`NextTokenDrafter` keeps the books; a `PredictionLayer` is what a family puts in, here V3's.
 
-Letters: R rows, Q sequences, D hidden, V vocabulary.
+Letters: R rows, Q sequences, D hidden, H a hidden state's values (D; in V4 all streams), V
+vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -40,42 +42,41 @@ class MtpStart:
     """Entry of the first draft's input."""
     size: int
     hidden: list[Tensor] = field(default_factory=list)
-    """h' [D] behind each draft made so far, the first draft's first."""
+    """h' [H] behind each draft made so far, the first draft's first."""
 
     def __len__(self) -> int:
         return self.size
 
 
+class PredictionLayer(Protocol):
+    """A family's layer. Hidden states are [R, H], one for each row of the step."""
+
+    def store(self, rows: StepRows, hidden: Tensor) -> None:
+        """Keep what the rows' tokens behind these hidden states leave in the layer's state."""
+        ...
+
+    def run(self, rows: StepRows, hidden: Tensor) -> Tensor:
+        """h' [R, H]; state is kept as by `store`."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """h' [R, H], two rows or more, to logits [R, V]."""
+        ...
+
+
 class NextTokenDrafter:
-    """The layer, and the norms and map in front of it."""
+    """Which tokens the layer knows, and drafts of several sequences at once."""
 
     block_size = BLOCK
 
-    def __init__(
-        self,
-        block: Block,
-        weights: FamilyWeights,
-        prefix: str,
-        *,
-        embed: Tensor,
-        head: Tensor,
-        eps: float,
-        turns: Callable[[Tensor], tuple[Turn, ...]],
-    ) -> None:
-        """`turns`: rotations of the positions that are given."""
-        self.block, self.eps, self.turns = block, eps, turns
-        self.act = weights.num.act
-        self.embed, self.head = embed, head
-        self.enorm = weights.vector(f"{prefix}.enorm.weight")
-        self.hnorm = weights.vector(f"{prefix}.hnorm.weight")
-        self.norm = weights.vector(f"{prefix}.shared_head.norm.weight")
-        self.w_in = weights.map(f"{prefix}.eh_proj.weight")
+    def __init__(self, layer: PredictionLayer) -> None:
+        self.layer = layer
 
     # ---- what is known ---------------------------------------------------------------------
 
     @torch.inference_mode()
     def feed_all(self, feeds: Sequence[tuple[State, Tensor, int]]) -> None:
-        """Normed hidden states [n, D] of confirmed tokens of each sequence, from a position on."""
+        """Hidden states [n, H] of confirmed tokens of each sequence, from a position on."""
         work, hidden = [], []
         for sequence, taps, first in feeds:
             if sequence.tail is not None and sequence.tail[0] == first - 1:
@@ -88,9 +89,7 @@ class NextTokenDrafter:
         if not work:
             return
         rows = StepRows(work[0][0].pool, work)
-        x = self._inputs(rows, torch.cat(hidden))
-        u = self.act(rms_norm(x, self.block.norms[0], self.eps))
-        self.block.store(u, rows, self.turns(rows.position))
+        self.layer.store(rows, _filled(torch.cat(hidden), rows))
 
     # ---- drafts ----------------------------------------------------------------------------
 
@@ -118,7 +117,7 @@ class NextTokenDrafter:
         h = torch.stack([s.hidden[i] for s in starts])
         if len(starts) == 1:  # a product of one row takes another path, with other bits
             h = h.expand(2, -1)
-        logits = torch.mm(self.act(rms_norm(h, self.norm, self.eps)), self.head)[: len(starts)]
+        logits = self.layer.logits(h)[: len(starts)]
         best = (logits.amax(-1) - logits.logsumexp(-1)).exp().clamp_(1e-6, 1.0 - 1e-6)
         return Refined(logits, torch.logit(best))
 
@@ -134,16 +133,60 @@ class NextTokenDrafter:
         rows = StepRows(starts[0].sequence.pool, work)
         for sequence, position, _ in work:
             sequence.written = max(sequence.written, position + 1)
-        out = self.block(
-            self._inputs(rows, torch.stack(list(hidden))), rows, self.turns(rows.position), None
-        )
+        out = self.layer.run(rows, _filled(torch.stack(list(hidden)), rows))
         for row, start in enumerate(starts):
             start.hidden.append(out[row])
 
+
+def _filled(hidden: Tensor, rows: StepRows) -> Tensor:
+    """[R, H] of fewer hidden states, where rows are padded."""
+    return hidden.expand(rows.padded, -1) if hidden.shape[0] < rows.padded else hidden
+
+
+class LatentPrediction:
+    """The layer of V3 and V3.2:
+
+    x_i = eh_proj [ enorm(embedding of token i+1) ; hnorm(h_i) ],  h_i the normed last hidden state
+    h'_i = block(x_i),  logits of token i+2 = head( norm(h'_i) )
+
+    Embedding and head are the model's.
+    """
+
+    def __init__(
+        self,
+        block: Block,
+        weights: FamilyWeights,
+        prefix: str,
+        *,
+        embed: Tensor,
+        head: Tensor,
+        eps: float,
+        turns: Callable[[Tensor], tuple[Turn, ...]],
+    ) -> None:
+        """`turns`: rotations of the positions that are given."""
+        self.block, self.eps, self.turns = block, eps, turns
+        self.act = weights.num.act
+        self.embed, self.head = embed, head
+        self.enorm = weights.vector(f"{prefix}.enorm.weight")
+        self.hnorm = weights.vector(f"{prefix}.hnorm.weight")
+        self.norm = weights.vector(f"{prefix}.shared_head.norm.weight")
+        self.w_in = weights.map(f"{prefix}.eh_proj.weight")
+
+    def store(self, rows: StepRows, hidden: Tensor) -> None:
+        """See `PredictionLayer`."""
+        u = self.act(rms_norm(self._inputs(rows, hidden), self.block.norms[0], self.eps))
+        self.block.store(u, rows, self.turns(rows.position))
+
+    def run(self, rows: StepRows, hidden: Tensor) -> Tensor:
+        """See `PredictionLayer`."""
+        return self.block(self._inputs(rows, hidden), rows, self.turns(rows.position), None)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `PredictionLayer`."""
+        return torch.mm(self.act(rms_norm(hidden, self.norm, self.eps)), self.head)
+
     def _inputs(self, rows: StepRows, hidden: Tensor) -> Tensor:
-        """x [R, D] of rows whose hidden states are [R, D], or fewer where rows are padded."""
-        if hidden.shape[0] < rows.padded:
-            hidden = hidden.expand(rows.padded, -1)
+        """x [R, D]."""
         tokens = rms_norm(self.embed.index_select(0, rows.token_ids), self.enorm, self.eps)
         both = torch.cat([tokens, rms_norm(hidden, self.hnorm, self.eps)], 1)
         return self.w_in(self.act(both))

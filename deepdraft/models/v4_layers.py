@@ -267,6 +267,11 @@ class Attention:
         q = act(rotate(act(q * inverse_rms(q, self.eps)), *heads_turn(turn)))
         return latent, q, self.window_key(h[:, rank:], turn)
 
+    def store(self, u: Tensor, step: Step) -> None:
+        """What a call of a window-only layer leaves in the state. u [R, D], normed."""
+        kv = self.w_in(u)[:, self.q_norm.shape[0] :]
+        step.rows.write("window", self.layer, self.window_key(kv, step.turns["window"]))
+
     def window_key(self, kv: Tensor, turn: Turn) -> Tensor:
         """Projections [R, C] -> window keys as they are kept."""
         act = self.num.act
@@ -418,6 +423,12 @@ class Block:
         return self.run(
             x, lambda u: self.attention(u, step, note), rows.token_ids, rows.num_rows, note
         )
+
+    def store(self, x: Tensor, step: Step) -> None:
+        """What a call leaves in the window, without attention. Streams X [R, S, D]."""
+        act = self.num.act
+        u = act(rms_norm(act(collapse(x, self.mix_attn(x, self.eps)[0])), self.attn_norm, self.eps))
+        self.attention.store(u, step)
 
     def run(
         self,

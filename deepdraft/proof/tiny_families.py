@@ -15,7 +15,7 @@ import dataclasses
 import json
 import zlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -172,9 +172,11 @@ _REAL = {
 """Sizes that kernels are compiled for, the rest staying tiny."""
 
 
-def tiny_config(kind: str, *, real_latents: bool = False, mtp: bool = False) -> dict[str, Any]:
+def tiny_config(
+    kind: str, *, real_latents: bool = False, mtp: bool | Literal["next"] = False
+) -> dict[str, Any]:
     """A published config.json of a kind. `mtp`: with a drafter, which is a next-token prediction
-    layer (V3, V3.2) or DSpark layers (V4).
+    layer (V3, V3.2; V4's if it is `next`) or DSpark layers (V4).
 
     Raises ConfigError.
     """
@@ -190,7 +192,8 @@ def tiny_config(kind: str, *, real_latents: bool = False, mtp: bool = False) -> 
         if kind == "v32":
             config["index_head_dim"] = 128
     if mtp:
-        config |= _DSPARK if kind == "v4" else {"num_nextn_predict_layers": 1}
+        dspark = kind == "v4" and mtp != "next"
+        config |= _DSPARK if dspark else {"num_nextn_predict_layers": 1}
     return config
 
 

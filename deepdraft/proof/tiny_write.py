@@ -44,7 +44,7 @@ def write_tiny(
     storage: Storage = "float32",
     shards: int = 1,
     real_latents: bool = False,
-    mtp: bool = False,
+    mtp: bool | Literal["next"] = False,
     embedding_scale: float = 0.02,
 ) -> Path:
     """Writes config.json, weights and tokenizer into an empty or new directory; returns its path.

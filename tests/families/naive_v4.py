@@ -257,6 +257,32 @@ class NaiveV4:
         h = self.norm(self.head_mix(self.streams(ids)[-1], "hc_head_"), self.w["norm.weight"])
         return h @ self.r(self.w["head.weight"]).T
 
+    # ---- next-token prediction layer -------------------------------------------------------
+
+    def predicted(self, ids: list[int], streams: Tensor) -> Tensor:
+        """Streams [T, S, D] of the layer for tokens ids [T] behind streams [T, S, D]."""
+        at = "mtp.0"
+        tokens = self.norm(self.w["embed.weight"][torch.tensor(ids)], self.w[f"{at}.enorm.weight"])
+        x = self.lin(f"{at}.h_proj", self.norm(streams, self.w[f"{at}.hnorm.weight"]))
+        x = self.r(x + self.lin(f"{at}.e_proj", tokens).unsqueeze(1))
+        window = self.args.attention.index("window")
+        x = self.sublayer(x, at, "attn", lambda u: self.attention(u, f"{at}.attn", window))
+        return self.sublayer(x, at, "ffn", lambda u: self.experts(u, f"{at}.ffn", None))
+
+    def predicted_logits(self, streams: Tensor) -> Tensor:
+        h = self.norm(self.head_mix(streams, "mtp.0.hc_head_"), self.w["mtp.0.norm.weight"])
+        return h @ self.r(self.w["head.weight"]).T
+
+    def next_drafts(self, ids: list[int], drafts: list[int]) -> Tensor:
+        """Logits of each draft behind a text; those before it go in with the layer's streams."""
+        streams, tokens, rows = self.streams(ids[:-1])[-1], ids[1:], []
+        for draft in [*drafts, None]:
+            out = self.predicted(tokens, streams)
+            rows.append(self.predicted_logits(out[-1:])[0])
+            if draft is not None:
+                tokens, streams = [*tokens, draft], torch.cat([streams, out[-1:]])
+        return torch.stack(rows)
+
     # ---- DSpark drafter --------------------------------------------------------------------
 
     def block_logits(self, ids: list[int], token: int, size: int) -> tuple[Tensor, Tensor]:

@@ -294,6 +294,12 @@ def test_v4_drafters_are_accounted_for(tmp_path: Path) -> None:
         Checkpoint.open(at)
     config = json.loads((at / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     (at / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"left over: mtp\.0\.any"):
+        Checkpoint.open(at)
+    # Of a layer that compresses its past nothing is known.
+    layers = config["num_hidden_layers"]
+    config["compress_ratios"] = [*config["compress_ratios"][:layers], 4]
+    (at / "config.json").write_text(json.dumps(config))
     assert sorted(Checkpoint.open(at).skipped["mtp"]) == sorted(extra)
     assert torch.equal(logits_of(at, text), before)
     write(at, tensors | {"mtp.1.any": torch.ones(1)})
