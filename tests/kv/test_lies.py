@@ -17,6 +17,7 @@ from deepdraft.kv.layout import Span
 from deepdraft.kv.settings import TransferSettings
 from deepdraft.kv.snapshot import ChunkRef, Manifest, encode_manifest
 from deepdraft.kv.transfer import Exporter
+from deepdraft.kv.transport import CHUNKS_PER_LINK
 from tests.kv.test_faults import Kept
 from tests.kv.test_transfer import FAST, KEY, RECORD, TOKENS, Proxy
 
@@ -83,9 +84,9 @@ class Pair:
         assert self.fetch().outcome == "hit" and self.b.start(TOKENS) == 100
 
 
-@pytest.fixture
-def pair() -> Any:
-    made = Pair()
+@pytest.fixture(params=[1, 3], ids=["one-link", "three-links"])
+def pair(request: pytest.FixtureRequest) -> Any:
+    made = Pair(connections=request.param)
     yield made
     made.close()
 
@@ -298,6 +299,56 @@ def test_an_owner_that_restarted_does_not_know_old_records(pair: Pair) -> None:
         assert pair.fetch().outcome == "miss"
     finally:
         other.close()
+
+
+# ---- several connections -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_connections_share_the_chunks_and_each_is_checked(damaged: bool) -> None:
+    pair = Pair(connections=3)
+    served: dict[int, wire.Link] = {}
+    first, joined = pair.entry, threading.Event()
+    assert len(first.all_chunks()) >= 3 * CHUNKS_PER_LINK
+
+    def lie(link: wire.Link, index: int, lease: int) -> None:
+        served[index] = link
+        if index == 0:  # the connection that asked waits until another one has had its turn
+            assert joined.wait(10)
+        elif link is not served.get(0):
+            joined.set()
+            if damaged:
+                nothing_moved(pair.liar, link, index, lease)
+                return
+        pair.liar.honest(link, index, lease)
+
+    pair.liar.lie = lie
+    try:
+        if damaged:
+            pair.refuses("corrupt")
+        else:
+            assert pair.fetch().outcome == "hit" and pair.b.start(TOKENS) == 100
+            assert set(served) == set(range(len(first.all_chunks())))
+        assert len({id(link) for link in served.values()}) > 1
+    finally:
+        pair.close()
+
+
+@pytest.mark.parametrize("refused", ["gone", "ended"])
+def test_where_no_further_connection_comes_the_first_brings_all(
+    refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(connections=3)
+
+    def join(link: wire.Link, request: wire.Join) -> None:
+        if refused == "gone":
+            link.send(wire.Refused("gone"))
+
+    monkeypatch.setattr(pair.liar, "_join", join)
+    try:
+        assert pair.fetch().outcome == "hit" and pair.b.start(TOKENS) == 100
+    finally:
+        pair.close()
 
 
 # ---- 13: the owner ends at any byte --------------------------------------------------------
