@@ -195,13 +195,13 @@ def _speculation(runner: "Runner", path: Path, options: EngineConfig) -> "Specul
     from deepdraft.engine.measure import measure_costs
     from deepdraft.engine.speculate import Speculation
     from deepdraft.spec.costs import StepCosts
+    from deepdraft.spec.live import LiveCosts
     from deepdraft.spec.schedule import FixedSchedule, ThresholdSchedule
 
     if not runner.block_size:
         return Speculation(rule=options.rule)
     calibrations = read_calibrations(path)
     costs = schedule = None
-    live = False
     if options.schedule == "threshold":
         schedule = ThresholdSchedule(threshold=options.draft_threshold)
     elif options.schedule == "all":
@@ -209,10 +209,8 @@ def _speculation(runner: "Runner", path: Path, options: EngineConfig) -> "Specul
     elif options.cost_table is not None:
         costs = StepCosts.from_dict(_read_json(Path(options.cost_table)))
     else:
-        costs, live = measure_costs(runner), True
-    return Speculation(
-        rule=options.rule, schedule=schedule, costs=costs, live=live, calibrations=calibrations
-    )
+        costs = LiveCosts(measure_costs(runner))
+    return Speculation(rule=options.rule, schedule=schedule, costs=costs, calibrations=calibrations)
 
 
 def read_calibrations(path: Path) -> "dict[Rule, Calibration]":

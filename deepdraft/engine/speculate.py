@@ -36,6 +36,7 @@ from deepdraft.engine.worth import Worth
 from deepdraft.spec.calibrate import Calibration
 from deepdraft.spec.costs import StepCosts
 from deepdraft.spec.laws import is_law, law
+from deepdraft.spec.live import LiveCosts
 from deepdraft.spec.noise import KeyedDice
 from deepdraft.spec.protocol import Proposal, Verdict
 from deepdraft.spec.protocol import Row as Law
@@ -50,14 +51,13 @@ MAX_STEP_ROWS = 96
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """How an engine speculates. `costs`: None where nothing was measured. `live`: what steps take
-    corrects them; without that, a run that is repeated makes the same choices."""
+    """How an engine speculates. `costs`: None where nothing was measured. Live ones are corrected
+    by what steps take; with others a run that is repeated makes the same choices."""
 
     rule: Rule = "coupled"
     schedule: ThresholdSchedule | FixedSchedule | None = None
     """None: by cost, where costs are known, else every draft."""
-    costs: StepCosts | None = None
-    live: bool = False
+    costs: StepCosts | LiveCosts | None = None
     calibrations: Mapping[Rule, Calibration] = field(default_factory=dict)
 
 
@@ -135,7 +135,6 @@ class Speculator:
         if options.schedule is None and options.costs is not None:
             self.worth = Worth(
                 options.costs,
-                live=options.live,
                 block_size=self.block_size,
                 shortens=getattr(runner, "shortens", False),
                 means=(options.calibrations.get(options.rule) or Calibration()).means,

@@ -32,20 +32,20 @@ class Worth:
 
     def __init__(
         self,
-        costs: StepCosts,
+        costs: StepCosts | LiveCosts,
         *,
-        live: bool,
         block_size: int,
         shortens: bool,
         means: Sequence[float],
         device: torch.device,
     ) -> None:
-        """`live`: what steps take corrects the costs. `shortens`: the drafter makes shorter blocks
-        too. `means`: how often draft i stands if those before it did."""
-        self.costs = LiveCosts(costs)
+        """`costs`: live ones are corrected by what steps take. `shortens`: the drafter makes
+        shorter blocks too. `means`: how often draft i stands if those before it did."""
+        self._live = isinstance(costs, LiveCosts)
+        self.costs = costs if isinstance(costs, LiveCosts) else LiveCosts(costs)
         self.size = block_size
         """Drafts of a block, of the step at hand."""
-        self._live, self._block_size, self._shortens = live, block_size, shortens
+        self._block_size, self._shortens = block_size, shortens
         self._means = tuple(means)
         self._schedules = {
             False: CostSchedule(table=self.costs.table),

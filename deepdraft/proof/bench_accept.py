@@ -116,6 +116,8 @@ class Bench:
             )
         self.block_size = self.runner.block_size
         self.costs = measure_costs(self.runner, repeats=6)
+        self.live = LiveCosts(self.costs)
+        """As a server knows them: corrected by all answers drafted by cost."""
         self.last_stats: dict[str, int] = {}
         """The engine's counters after the last `run`."""
 
@@ -133,8 +135,7 @@ class Bench:
         self.runner.block_size = setting.num_drafts or self.block_size
         options = Speculation(
             rule=setting.rule,
-            costs=self.costs if setting.schedule == "cost" else None,
-            live=True,
+            costs=self.live if setting.schedule == "cost" else None,
             calibrations={} if calibration is None else {setting.rule: calibration},
             schedule=ThresholdSchedule(threshold=setting.schedule)
             if isinstance(setting.schedule, float)
