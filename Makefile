@@ -67,6 +67,7 @@ test-vllm: setup-test
 	DEEPDRAFT_KILLED=$(KILLED) OMP_NUM_THREADS=1 \
 		$(BIN)/pytest -q -s -p no:randomly tests/adapters/test_vllm_live.py
 	OMP_NUM_THREADS=1 $(BIN)/python bench/vllm_record.py --out bench/results/g-vllm.json --killed $(KILLED)
+	OMP_NUM_THREADS=1 $(BIN)/python bench/vllm_drafts.py --out bench/results/g-vllm-drafts.json
 	$(BIN)/deepdraft env record vllm-cpu 'make test-vllm'
 
 test-lmdeploy: setup-test

@@ -17,12 +17,17 @@ def made(tmp_path: Path, kind: str, **options: Any) -> Path:
     return write_tiny(tmp_path / kind, kind, **options)
 
 
+@pytest.fixture(scope="module")
+def v41(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("v41") / "m", "v41")
+
+
 @pytest.mark.parametrize(
     ("kind", "says"),
     [("v32", "no sparse attention"), ("v4", "Triton kernels"), ("v41", "no classes for CPUs")],
 )
-def test_refusals_on_a_cpu(tmp_path: Path, kind: str, says: str) -> None:
-    checkpoint = made(tmp_path, kind, **({} if kind == "v41" else {"real_latents": True}))
+def test_refusals_on_a_cpu(tmp_path: Path, v41: Path, kind: str, says: str) -> None:
+    checkpoint = v41 if kind == "v41" else made(tmp_path, kind, real_latents=True)
     with pytest.raises(ConfigError, match=says):
         plan(checkpoint, cpu=True)
     assert plan(checkpoint, cpu=False, dtype="bfloat16").attention_backend is None
@@ -63,16 +68,15 @@ def test_drafts(tmp_path: Path) -> None:
     assert plan(plain, cpu=False).speculative is None
 
 
-def test_drafts_of_dspark(tmp_path: Path) -> None:
-    checkpoint = made(tmp_path, "v41")
-    block = read_config(checkpoint / "config.json")["text_config"]["dspark_block_size"]
-    assert plan(checkpoint, cpu=False, drafts=block).speculative == {
+def test_drafts_of_dspark(v41: Path) -> None:
+    block = read_config(v41 / "config.json")["text_config"]["dspark_block_size"]
+    assert plan(v41, cpu=False, drafts=block).speculative == {
         "method": "dspark", "num_speculative_tokens": block,
     }  # fmt: skip
     with pytest.raises(ConfigError, match=f"draft at most {block} tokens"):
-        plan(checkpoint, cpu=False, drafts=block + 1)
+        plan(v41, cpu=False, drafts=block + 1)
     with pytest.raises(ConfigError, match="0 or more"):
-        plan(checkpoint, cpu=False, drafts=-1)
+        plan(v41, cpu=False, drafts=-1)
     config = {"model_type": "deepseek_v3", "num_nextn_predict_layers": 2}
     with pytest.raises(ConfigError, match="or a multiple of it"):
         speculative(None, config, 3)
