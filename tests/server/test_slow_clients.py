@@ -38,9 +38,13 @@ def connected(live: Live) -> Iterator[socket.socket]:
 def rest_of(connection: socket.socket) -> bytes:
     """What still comes until the server hangs up."""
     parts = []
-    with contextlib.suppress(ConnectionResetError):
+    try:
         while part := connection.recv(65536):
             parts.append(part)
+    except TimeoutError:
+        raise
+    except OSError:
+        pass  # it hung up while this side was still sending
     return b"".join(parts)
 
 
@@ -198,7 +202,7 @@ def test_line_ends_do_not_keep_a_connection(
 
 def test_a_head_without_end_is_refused_early(make_live: Callable[..., Live]) -> None:
     live, sent = make_live(), 0
-    with connected(live) as connection, contextlib.suppress(ConnectionError):
+    with connected(live) as connection, contextlib.suppress(OSError):
         connection.sendall(CHAT + b"x-a: ")
         for _ in range(4000):
             connection.sendall(b"a" * 10_000)
@@ -240,10 +244,10 @@ def test_requests_far_ahead(make_live: Callable[..., Live]) -> None:
     with connected(live) as connection:
         connection.sendall(one * 150 + last)
         assert rest_of(connection).count(b"HTTP/1.1 200") == 151
-    with connected(live) as connection, contextlib.suppress(ConnectionError):
+    with connected(live) as connection, contextlib.suppress(OSError):
         connection.sendall(one * 5000)
         rest_of(connection)
-    assert counted(live, "cut_pipelined") == 1
+    until(lambda: counted(live, "cut_pipelined") == 1)
     serves(live)
 
 
@@ -401,7 +405,7 @@ def test_malformed_requests_leave_the_server_whole(
 ) -> None:
     live = make_live(server={"header_timeout_s": 0.5, "body_timeout_s": 0.5})
     with connected(live) as connection:
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(OSError):
             connection.sendall(MALFORMED[case])
             connection.shutdown(socket.SHUT_WR)
         answer = rest_of(connection)
