@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import json
 import os
 import sys
 import time
@@ -46,6 +47,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=32768, help="of a chunk")
     parser.add_argument("--kernel-rows", type=int, default=8192)
     parser.add_argument("--kernel-seconds", type=float, default=1e9, help="kernels stop here")
+    parser.add_argument("--plans", type=Path, help="results of the kernels: their best plans")
     parser.add_argument("--on-the-way", action="store_true", help="nothing is unpacked first")
     parser.add_argument("--dry-run", action="store_true")
     return parser.parse_args()
@@ -189,6 +191,12 @@ def main() -> None:
         results.data["device"] = torch.cuda.get_device_name()
         sizes = dummy_args(read_args(None), expert_pool=args.pool, engram_rows=1 << 21)
         ceilings = bench_prefill.Ceilings(bench_prefill.matrix_rate(), copy_rate())
+    if args.plans is not None and args.plans.is_file():
+        known = json.loads(args.plans.read_text()).get("best", {})
+        for name, values in known.items() if isinstance(known, dict) else ():
+            if hasattr(plans, name):
+                plan = dataclasses.replace(getattr(plans, name), **values)
+                plans = dataclasses.replace(plans, **{name: plan})
     if args.on_the_way:
         plans = dataclasses.replace(plans, plain_rows=1 << 40, plain_picks=1 << 40)
     results.data["plans"] = dataclasses.asdict(plans)

@@ -244,9 +244,37 @@ class Kernels:
                 x, self.layer.attn_norm, y=y, shared=shared, coef=coef, mix=mix,
                 iters=args.hc_sinkhorn_iters, eps=args.hc_eps, norm_eps=args.rms_norm_eps, plan=p,
             )
-            for p in variants(self.plans.streams, rows=(16,), channels=(64,), warps=(8,))
+            for p in (
+                *variants(self.plans.streams, rows=(64,), stages=(1,)),
+                dataclasses.replace(self.plans.streams, rows=64, stages=1),
+            )[:MOST]
         }  # fmt: skip
         return self.times(runs, 0.0, 2.0 * rows * d * (2 * s + k + 4))
+
+
+def best(data: dict[str, Any], contexts: tuple[int, ...]) -> dict[str, dict[str, int]]:
+    """The fastest plan of each kernel that was measured, by the name it has in `Plans`: of several
+    stages the one with the least time in all."""
+    found: dict[str, dict[str, int]] = {}
+    stages = {
+        "plain": ["gemm_w_query", "gemm_wo_a", "experts_up", "experts_down"],
+        "index": [f"index_{n}" for n in contexts],
+        "attention": ["attention"],
+        "streams": ["streams"],
+    }
+    for kernel, names in stages.items():
+        sums: dict[str, list[float]] = {}
+        for name in names:
+            for plan, value in data.get(name, {}).items():
+                if "=" in plan and not plan.startswith(("on the way", "packed")):
+                    ms = value.get("ms", float("inf")) if isinstance(value, dict) else float("inf")
+                    sums.setdefault(plan.removeprefix("plain "), []).append(ms)
+        longest = max(map(len, sums.values()), default=0)
+        whole = {plan: sum(ms) for plan, ms in sums.items() if len(ms) == longest}
+        if whole:
+            numbers = (part.split("=") for part in min(whole, key=whole.__getitem__).split())
+            found[kernel] = {name: int(value) for name, value in numbers}
+    return found
 
 
 def run(
@@ -270,3 +298,4 @@ def run(
         results.stage(f"gemm_{name}", lambda w=w, b=blocks: kernels.dense(w, b), needs=10)
     results.stage("sort_picks", kernels.sorting)
     results.stage("same_bits", kernels.same_bits)
+    results.stage("best", lambda: best(results.data, (tokens - kernels.rows, tokens // 4)), needs=0)
