@@ -327,13 +327,13 @@ def main(
 
         Path(svg).write_text(plot(result))
     record = {**result, **begun}
-    if html is not None:
-        from deepdraft.proof.report import html_report
-
-        Path(html).write_text(html_report(record))
     text = json.dumps(record, indent=2)
     if out:
         Path(out).write_text(text + "\n")
+    if html is not None:
+        from deepdraft.proof.report import html_report, write_page
+
+        write_page(html, html_report(record))
     if as_json:
         print(text)
     else:

@@ -298,15 +298,15 @@ def main(
         if described["host"] in engines:
             described |= {"kind": "transformers", "engine": engines[described["host"]]}
     record = {**result, **begun}
-    if html is not None:
-        from deepdraft.proof.serve_page import page
-
-        Path(html).parent.mkdir(parents=True, exist_ok=True)
-        Path(html).write_text(page(record))
     text = json.dumps(record, indent=2)
     if out:
         Path(out).parent.mkdir(parents=True, exist_ok=True)
         Path(out).write_text(text + "\n")
+    if html is not None:
+        from deepdraft.proof.report import write_page
+        from deepdraft.proof.serve_page import page
+
+        write_page(html, page(record))
     print(text if as_json else table(record))
     return 0 if is_good(record) else 1
 

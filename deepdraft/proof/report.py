@@ -43,6 +43,13 @@ def html_report(record: Record) -> str:
     )
 
 
+def write_page(path: str, page: str) -> None:
+    """Writes a page as it says it is encoded; what has no UTF-8, as half a character in a name
+    that a server gave, becomes a question mark and costs no measurement."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_bytes(page.encode("utf-8", "replace"))
+
+
 def _bar(stats: Record | None) -> Bar | None:
     return None if stats is None else Bar(stats["p50"], stats["p10"], stats["p90"])
 

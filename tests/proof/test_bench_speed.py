@@ -15,7 +15,7 @@ from deepdraft.cli.main import cli
 from deepdraft.errors import ConfigError, DeepdraftError
 from deepdraft.proof import bench_speed, compare, speed_client, suite, svg
 from deepdraft.proof.bench_speed import Plan, measure, own_and_others, summary
-from deepdraft.proof.report import html_report
+from deepdraft.proof.report import html_report, write_page
 from deepdraft.proof.speed_client import Target
 from tests.server.conftest import Live, make_live, make_toy
 
@@ -221,6 +221,9 @@ def test_the_report(record: dict[str, Any], tmp_path: Path) -> None:
         assert tree.findall(".//rect") or tree.findall(".//circle")
     for what in ("known script", "long context", "Streams at a time", "fp_toy", "toy 0"):
         assert what in text
+    record["targets"][1]["model"] = "half a \ud83d"
+    write_page(str(tmp_path / "new" / "page.html"), html_report(record))
+    assert "half a ?" in (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
     # A record of one target without the wide parts is a report, too.
     small = {k: v for k, v in record.items() if k not in ("classes", "prefill", "concurrency")}
     assert "<svg" not in html_report(small)
