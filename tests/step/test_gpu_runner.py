@@ -11,7 +11,9 @@ from deepdraft.checkpoint.config import parse_args
 from deepdraft.config import EngineConfig
 from deepdraft.engine import gpu_runner
 from deepdraft.engine.dummy import DummyWeights, dummy_args
-from deepdraft.errors import ConfigError
+from deepdraft.errors import ConfigError, EngineError
+from deepdraft.models.v41_device import DeviceV41
+from deepdraft.models.v41_joins import Joins
 from deepdraft.text.tokenizer import Tokenizer
 from tests.step import tiny
 
@@ -100,6 +102,27 @@ def test_the_memory_of_prompts_is_planned_or_refused_with_what_would_fit():
         gpu_runner.prefill_plan(args, 1 << 20, 1 << 30, None)
     fitting = int(str(caught.value).split(" tokens would fit")[0].split()[-1])
     assert gpu_runner.prefill_plan(args, fitting, 1 << 30, None).rows == 256
+
+
+def test_memory_that_is_gone_ends_a_prompt_with_what_to_do(monkeypatch):
+    """Taken by others after it was planned: that prompt fails, its sequence is given back."""
+    model = DeviceV41(
+        tiny.args(), tiny.source(), list(range(tiny.VOCABULARY)), device="cpu", prefill_chunk=16
+    )
+    runner = gpu_runner.GpuRunner(model, prefill="encoder", max_context=64, num_sequences=1)
+    assert (runner.prefill_rows, runner.least_rows) == (16, 256)
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(model._prefill, "encode", full)
+    sequence = runner.open_sequence()
+    with pytest.raises(EngineError, match=r"ran out while a prompt was read .*: lower max_context"):
+        runner.prefill(sequence, [1, 2, 3], final=True)
+    runner.close_sequence(sequence, scrub=True)
+    assert runner.num_free == 1
+    with pytest.raises(ConfigError, match="not split over ranks"):
+        DeviceV41(tiny.args(), tiny.source(), None, device="cpu", prefill_chunk=8, joins=Joins())
 
 
 def test_dummy_weights_need_no_shards(tmp_path):
