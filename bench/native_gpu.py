@@ -35,7 +35,7 @@ from deepdraft.kernels.native import build, fragments, plans, stream  # noqa: E4
 from deepdraft.kernels.native.fragments import Streamed, StreamPlan  # noqa: E402
 
 PLANS = ROOT / "deepdraft" / "kernels" / "native" / "plans.py"
-Key = tuple[str, int, int]
+Key = plans.Key
 FIELDS = ("groups", "step", "across", "down", "split", "depth", "fold", "bulk")
 
 
@@ -46,13 +46,26 @@ def divisors(n: int) -> list[int]:
 def variants(
     kind: str, cols: int, blocks: int = 1, rows: int = 0, *, bulk: bool = False
 ) -> Iterator[StreamPlan]:
-    """Plans worth timing. `bulk`: with bulk copies, too, as far as shared memory goes."""
-    for plan in own_copies(kind, cols, blocks, rows):
-        yield plan
-        lumped = replace(plan, bulk=1)
-        each = stream.shared_bytes(stream.UP if kind == "fp4" else stream.FP8_ROWS, lumped)
-        if bulk and (each + 1024) * lumped.blocks <= 228 * 1024:
-            yield lumped
+    """Plans worth timing: with bulk copies, or those in which each warp copies for itself."""
+    return shared_rings(kind, cols, blocks, rows) if bulk else own_copies(kind, cols, blocks, rows)
+
+
+def shared_rings(kind: str, cols: int, blocks: int, rows: int) -> Iterator[StreamPlan]:
+    """Plans with bulk copies whose rings hold whole units or even parts of one, as far as shared
+    memory goes."""
+    for plan in fragments.stream_plans(kind, cols // 32):
+        if (blocks > 1 and rows // blocks // 32 % plan.down) or plan.groups < 2:
+            continue
+        for step in divisors(plan.groups):
+            steps = plan.groups // step
+            for depth in sorted({*divisors(steps), 2 * steps, 3 * steps}):
+                made = replace(plan, step=step, depth=depth, fold=int(kind == "fp4"), bulk=1)
+                own = stream.UP if kind == "fp4" else stream.FP8_ROWS
+                size = (stream.shared_bytes(own, made) + 1024) * made.blocks
+                under_way = depth * step * plan.warps * plan.blocks * (1 if kind == "fp8" else 0.5)
+                most = 132 if kind == "fp8" else 176
+                if 1 < step <= 5 and depth > 1 and size <= 228 * 1024 and 48 <= under_way <= most:
+                    yield made
 
 
 def own_copies(kind: str, cols: int, blocks: int, rows: int) -> Iterator[StreamPlan]:
@@ -88,10 +101,10 @@ def fall(h, lists, w, picks: int, i: int) -> object:
 class Tuner:
     """Operands of one shape, its plans' times."""
 
-    def __init__(self, *, bulk: bool = False) -> None:
+    def __init__(self, *, bulk: bool = False, least: int = 0) -> None:
         import kernel_timed as kt
 
-        self.bulk = bulk
+        self.bulk, self.least = bulk, least
         self.kt, self.o = kt, kt.Operands("cuda", kt.PUBLISHED)
 
     def us(self, timed) -> tuple[float, float]:
@@ -115,22 +128,31 @@ class Tuner:
             "fields": [getattr(plan, f) for f in FIELDS] if isinstance(plan, StreamPlan) else [],
         }  # fmt: skip
 
+    def with_usual(self, key: Key, found: Iterator[StreamPlan]) -> Iterator[StreamPlan]:
+        """The plan in use, then the others."""
+        usual = plans.MEASURED.get(key)
+        if self.bulk and usual:
+            yield StreamPlan(*usual)
+        yield from found
+
     def dense(self, part: int) -> Iterator[dict]:
         kt, o = self.kt, self.o
         for shape in kt.dense_shapes(o.sizes, part):
             name, kind, rows, cols, blocks = shape
-            if kind == "bf16" or rows % (32 * blocks):
+            if kind == "bf16" or rows % (32 * blocks) or rows * cols < self.least:
                 continue
             label = f"{name} 1/{part}"
-            timed = kt.dense_timed(o, shape, label)
-            yield {**self.lines(label, ("dense", rows, cols), "triton", timed), "triton": True}
-            del timed
+            if not self.bulk:
+                timed = kt.dense_timed(o, shape, label)
+                yield {**self.lines(label, ("dense", rows, cols), "triton", timed), "triton": True}
+                del timed
             copies = kt.copies_of(rows * cols, o.sizes.fresh)
             codes = o.codes(copies, rows // 32, cols // 32, 2, 32, 16)
             scales = o.scale_bytes(copies, rows // 32, cols // 32)
             arrivals = torch.zeros(rows // 32 * 16, dtype=torch.int32, device="cuda")
             x = o.halves(8, cols * blocks) if kind != "fp8" else o.quantised(8, cols)
-            for plan in variants("fp8", cols, blocks, rows, bulk=self.bulk):
+            found = variants("fp8", cols, blocks, rows, bulk=self.bulk)
+            for plan in self.with_usual(("dense", rows, cols), found):
                 w = [
                     Streamed("fp8", rows, cols, plan, codes[i], scales[i], arrivals)
                     for i in range(copies)
@@ -142,10 +164,11 @@ class Tuner:
     def experts(self, width: int) -> Iterator[dict]:
         kt, o, s = self.kt, self.o, self.o.sizes
         keys = ("expert", 2 * width, s.hidden), ("expert", s.hidden, width)
-        for timed, key in zip(kt.expert_timed(o, width, [(6, 22)]), keys, strict=True):
-            name = timed.name.rsplit(" r=", 1)[0]
-            yield {**self.lines(name, key, "triton", timed), "triton": True}
-        del timed
+        if not self.bulk:
+            for timed, key in zip(kt.expert_timed(o, width, [(6, 22)]), keys, strict=True):
+                name = timed.name.rsplit(" r=", 1)[0]
+                yield {**self.lines(name, key, "triton", timed), "triton": True}
+            del timed
         each = 3 * width * s.hidden * 17 // 32
         count = min(s.experts, max(96, -(-s.fresh // each)))
 
@@ -159,11 +182,12 @@ class Tuner:
 
         w13, w2 = experts(2 * width, s.hidden), experts(s.hidden, width)
         x, weights = o.quantised(8, s.hidden), torch.full((8, s.picks), 0.25, device="cuda")
-        for rows, distinct in ((6, 22), (1, 6), (6, 35)):
+        for rows, distinct in ((6, 22),) if self.bulk else ((6, 22), (1, 6), (6, 35)):
             lists = [moe.expert_list(p) for p in kt.pick_sets(o, rows, distinct, count)]
             h = moe.routed_up(x, lists[0], weights, w13, limit=10.0)
             for w, up in ((w13, True), (w2, False)):
-                for plan in variants("fp4", w.cols, bulk=self.bulk):
+                key = "expert", w.rows, w.cols
+                for plan in self.with_usual(key, variants("fp4", w.cols, bulk=self.bulk)):
                     if distinct != 22 and plan.step not in (1, 2, 3):
                         continue
                     own = replace(w, plan=plan)
@@ -178,14 +202,14 @@ class Tuner:
                     yield self.lines(name + at, ("expert", w.rows, w.cols), plan, timed)
 
 
-def prebuild(parts: tuple[int, ...], *, bulk: bool = False) -> dict:
+def prebuild(parts: tuple[int, ...], *, bulk: bool = False, least: int = 0) -> dict:
     """Compile every variant of these slices of the published shapes, side by side."""
     import kernel_timed as kt
 
     begin, wanted, s = time.perf_counter(), set(), kt.PUBLISHED
     for part in parts:
         for _, kind, rows, cols, blocks in kt.dense_shapes(s, part):
-            if kind != "bf16":
+            if kind != "bf16" and rows * cols >= least:
                 own = stream.FP8_ROWS if kind == "fp8" else stream.BF16_ROWS
                 found = variants("fp8", cols, blocks, rows, bulk=bulk)
                 wanted |= {(own, p, 0) for p in found}
@@ -200,9 +224,9 @@ def tune(args: argparse.Namespace) -> None:
     from step_results import Results
 
     results = Results(args.json, args.seconds)
-    parts = (8, 2) if args.slices else (1, 2, 4, 8)
-    results.stage("prebuild", lambda: prebuild(parts, bulk=args.slices))
-    tuner = Tuner(bulk=args.slices)
+    parts = tuple(map(int, args.slices.split(",")))
+    results.stage("prebuild", lambda: prebuild(parts, bulk=args.bulk, least=args.least))
+    tuner = Tuner(bulk=args.bulk, least=args.least)
     found: list[dict] = []
     results.data["tuned"] = found
     order = [("experts", 1), ("dense", 1), ("experts", 8), ("dense", 2), ("experts", 2)]
@@ -314,7 +338,9 @@ def main() -> None:
     parser.add_argument("--native", default="all")
     parser.add_argument("--depth", type=float, default=1.0, help="of the rings of dense products")
     parser.add_argument("--more", action="store_true")
-    parser.add_argument("--slices", action="store_true", help="TP 8 and 2 alone, bulk copies, too")
+    parser.add_argument("--slices", default="1,2,4,8", help="of the published shapes")
+    parser.add_argument("--least", type=int, default=0, help="values of dense products")
+    parser.add_argument("--bulk", action="store_true", help="plans with bulk copies alone")
     args = parser.parse_args()
     if args.part == "freeze":
         freeze(args.tuned)

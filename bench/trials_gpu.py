@@ -8,7 +8,7 @@ step   layers and head of the published shape, 6 rows and 22 experts: every form
 whole  the whole step with what was kept at 1, 2, 4, 6, 8 rows beside the usual one at 6; rows
        alone; right drafts; a timeline and a profile
 
-Weights are loaded once and hold the shared expert both ways. Whether a form is right at all is the
+Weights are loaded once; plans are exchanged in place. Whether a form is right at all is the
 business of tests/kernels (`kernel_worker.py check`); run them first. `kept` in FILE is what to put
 into DEEPDRAFT_TRIALS. The GPU must be idle otherwise.
 """
@@ -16,7 +16,6 @@ into DEEPDRAFT_TRIALS. The GPU must be idle otherwise.
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import sys
 import threading
@@ -47,10 +46,12 @@ from deepdraft.kernels.native import (  # noqa: E402
 from deepdraft.kernels.native.fragments import Streamed, StreamPlan  # noqa: E402
 
 Names = frozenset[str]
-ALONE = ("bulk", "even", "cyclic", "shared", "shared+early", "joined", "ahead", "query")
-"""Tried alone; `early` is of use only where nothing else waits for multiprocessors."""
-SAME_BITS = frozenset({"bulk", "even", "cyclic", "early", "ahead", "query", "lanes"})
+ALONE = ("late", "late+bytes", "bytes", "single", "mix", "queries", "combine", "tuned")
+"""Tried alone. `tuned`: the plans of --plans."""
+SAME_BITS = frozenset({"late", "bytes", "single", "mix", "queries", "lanes"})
 """Forms that promise the usual bits; the others sum in another order or take other exponentials."""
+PLANS = frozenset({"single", "tuned"})
+"""Forms that are plans of weights."""
 ROWS = ((6, 22), (1, 6), (2, 11), (4, 18), (8, 25))
 DENSE = {
     (1792, 5120): (stream.FP8_ROWS, 0), (32768, 1280): (stream.FP8_ROWS, 0),
@@ -102,39 +103,61 @@ def replanned(part: Any) -> Any:
     return part
 
 
-def wanted() -> list[tuple[str, dict[str, int]]]:
+def wanted(tuned: dict[plans.Key, tuple[int, ...]]) -> list[tuple[str, dict[str, int]]]:
     """Sources and macros that the step needs with every form."""
     found: dict[str, tuple[str, dict[str, int]]] = {}
 
     def add(file: str, made: dict[str, int]) -> None:
         found[repr((file, sorted(made.items())))] = file, made
 
-    some = ("bulk", "cyclic", "even")
-    for names in (n for count in range(4) for n in itertools.combinations(some, count)):
+    for names in ((), ("late",), ("bytes",), ("late", "bytes")):
         with trials.using(*names):
-            for (kind, rows, cols), plan in plans.MEASURED.items():
-                if kind == "dense" and (rows, cols) in DENSE and "cyclic" not in names:
-                    plan = plans.BULK.get((kind, rows, cols), plan) if "bulk" in names else plan
-                    own, output = DENSE[rows, cols]
-                    add("stream.cu", stream.macros(own, StreamPlan(*plan), output))
-            table = {**plans.MEASURED, **(plans.BULK if "bulk" in names else {})}
-            up, down = table["expert", 4608, 5120], table["expert", 5120, 2304]
-            for kind, plan in ((stream.UP, up), (stream.DOWN, down)):
-                for shared in (False, True):
-                    add("stream.cu", stream.macros(kind, StreamPlan(*plan), 0, shared=shared))
-    for ahead in (0, 1):
-        for chunks in (0, 2, 3, 10):
-            add("attend.cu", attend.macros(32, attend.HEADS, chunks, ahead))
-        for picks in (0, 6):
-            add("boundary.cu", boundary.macros(4, picks, ahead))
-        add("route.cu", route.macros(384, 6, ahead))
+            for table in (plans.MEASURED, {**plans.MEASURED, **tuned}):
+                for (kind, rows, cols), plan in table.items():
+                    if plan and kind == "dense" and (rows, cols) in DENSE:
+                        add("stream.cu", stream.macros(*_of(rows, cols, plan)))
+                for kind, key in (
+                    (stream.UP, ("expert", 4608, 5120)),
+                    (stream.DOWN, ("expert", 5120, 2304)),
+                ):
+                    add("stream.cu", stream.macros(kind, StreamPlan(*table[key]), 0))
+            with trials.using(*names, "single"):
+                single = fragments.dense_stream_plan(4608, 5120)
+            if single is not None:
+                add("stream.cu", stream.macros(stream.FP8_ROWS, single, 0))
+    for names in ((), ("queries",)):
+        with trials.using(*names):
+            add("attend.cu", attend.macros(32, attend.HEADS))
+    for chunks in (2, 3, 10):
+        add("combine.cu", attend.combine_macros(32, chunks, min(chunks, 2)))
+    for picks in (0, 6):
+        add("boundary.cu", boundary.macros(4, picks))
+    add("route.cu", route.macros(384, 6))
     return list(found.values())
 
 
-def prebuild() -> None:
+def _of(rows: int, cols: int, plan: tuple[int, ...]) -> tuple[int, StreamPlan, int]:
+    own, output = DENSE[rows, cols]
+    return own, StreamPlan(*plan), output
+
+
+def prebuild(found: list[tuple[str, dict[str, int]]]) -> None:
     """Compile all of it side by side; the step finds it in the cache."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda v: build.cubin(*v, "sm_90a"), wanted()))
+        list(pool.map(lambda v: build.cubin(*v, "sm_90a"), found))
+
+
+def tuned_plans(path: Path | None) -> dict[plans.Key, tuple[int, ...]]:
+    """The fastest plans that `native_gpu.py tune` found."""
+    if path is None or not path.exists():
+        return {}
+    from native_gpu import best_of
+
+    found = {k: v for k, v in best_of(path).items() if v and plans.MEASURED.get(k)}
+    query = "dense", 32768, 1280
+    if query in found:  # and where index queries are read with it
+        found["dense", 36864, 1280] = found[query]
+    return found
 
 
 class Tried:
@@ -143,19 +166,23 @@ class Tried:
     def __init__(self, args: argparse.Namespace) -> None:
         from step_published import Published
 
-        trials.use(["shared"])
+        trials.use(())
         self.p = Published(args)
+        self.usual = dict(plans.MEASURED)
+        self.tuned = tuned_plans(args.plans)
         self.reference: torch.Tensor | None = None
         self.plans: Names = frozenset()
         self.ms: dict[Names, float | None] = {}
         runtime.use_programmatic_launch(True)
 
     def use(self, names: Names) -> None:
-        trials.use(names)
-        bench, bulk = self.p.bench, names & {"bulk"}
-        if bulk != self.plans:
+        trials.use(names - {"tuned"})
+        bench, chosen = self.p.bench, names & PLANS
+        if chosen != self.plans:
+            plans.MEASURED.clear()
+            plans.MEASURED.update(self.usual | (self.tuned if "tuned" in names else {}))
             bench.weights = bench.step.weights = replanned(bench.weights)
-            self.plans = bulk
+            self.plans = chosen
 
     def run(self, names: Names) -> dict:
         from deepdraft.proof.bench_step import time_graph
@@ -217,6 +244,7 @@ def main() -> None:
     parser.add_argument("--parts", default="step,whole")
     parser.add_argument("--try", dest="forms", default=",".join(ALONE), help="forms to try")
     parser.add_argument("--kept", default="", help="without part step: these forms are used")
+    parser.add_argument("--plans", type=Path, help="as native_gpu.py tuned them")
     parser.add_argument("--layers", type=int, default=40)
     parser.add_argument("--pool", type=int, default=96)
     parser.add_argument("--context", type=int, default=32768)
@@ -224,7 +252,7 @@ def main() -> None:
     os.environ[stream.SETTING] = "all"
     results = Results(args.json, args.seconds)
     results.data["device"] = torch.cuda.get_device_name()
-    built = threading.Thread(target=prebuild)
+    built = threading.Thread(target=prebuild, args=(wanted(tuned_plans(args.plans)),))
     built.start()
     made: list[Tried] = []
     results.stage("load", lambda: made.append(Tried(args)) or made[0].p.loaded())

@@ -287,14 +287,12 @@ def sparse_attention(
     main: Tensor | None = None,
     main_rows: Tensor | None = None,
     plan: AttentionPlan = PLAN,
-    ahead: Tensor | None = None,
 ) -> Tensor:
     """Attention output, turned back: bfloat16 [R, H, C] (contract: ops.attention).
 
     q bfloat16 [R, >= H * C] before rotation; cos, sin float32 [R, P]; window uint8 [*, C + C/32]
     and window_rows int32 [R, W], its rows by position, -1 in empty places; main uint8 [*, C/2 +
-    C/16] and main_rows int32 [R, K] likewise; sink float32 [H]. `ahead`: weights that are read
-    next (trial "ahead").
+    C/16] and main_rows int32 [R, K] likewise; sink float32 [H].
     """
     rows, heads, pairs = q.shape[0], sink.shape[0], cos.shape[1]
     channels = window.shape[1] * 32 // 33
@@ -314,10 +312,10 @@ def sparse_attention(
     total = torch.empty_like(top)
     out = torch.empty(rows, heads, channels, dtype=torch.bfloat16, device=device)
     if native.enabled(device) and native.fits(channels, pairs, q.shape[1]):
-        if native.chunks(
-            q, cos, sin, window, window_rows, main, main_rows, part, top, total, sink, out,
-            scale=scale, ahead=ahead,
-        ):  # fmt: skip
+        native.chunks(
+            q, cos, sin, window, window_rows, main, main_rows, part, top, total, scale=scale
+        )
+        if native.combine(part, top, total, sink, cos, sin, out, window_chunks=window_chunks):
             return out
     else:
         tall = min(plan.heads, next_power(heads, 16))

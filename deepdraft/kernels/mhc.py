@@ -238,7 +238,6 @@ def boundary(
     coef: Tensor | None = None,
     pre: Tensor | None = None,
     hidden_out: Tensor | None = None,
-    ahead: Tensor | None = None,
     norm_eps: float = 0.0,
 ) -> tuple[Tensor, Tensor | None, QuantRows | None]:
     """From one sublayer to the next (contract: ops.boundary.boundary).
@@ -247,7 +246,7 @@ def boundary(
     coef float32 [R, M]; norm float32 [D]. Returns the new streams, the next sublayer's input
     bfloat16 [R, D] and the same in FP8. Without `y`: no expand. Without `norm`: no collapse. `pre`
     [R, S] collapses where it is not coef's. `hidden_out` bfloat16 [R, D] receives the collapsed
-    state before its norm. `ahead`: weights that are read soon (trial "query").
+    state before its norm.
     """
     rows, streams, hidden = x.shape
     given = [t for t in (x, norm, y, shared, coef, pre, hidden_out) if t is not None]
@@ -262,9 +261,7 @@ def boundary(
         raise ValueError("a collapse needs pre or coef")
     usual = pre is None and hidden_out is None and native.enabled(device) and native.fits(hidden)
     if usual and norm is not None and y is not None and coef is not None:
-        out, u, codes, scales = native.boundary(
-            x, norm, y, shared, coef, norm_eps=norm_eps, ahead=ahead
-        )
+        out, u, codes, scales = native.boundary(x, norm, y, shared, coef, norm_eps=norm_eps)
         return out, u, QuantRows(codes, scales)
     out = torch.empty_like(x) if y is not None else x
     collapse = norm is not None

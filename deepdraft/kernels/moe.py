@@ -343,23 +343,20 @@ def _options(w: Tiled) -> dict[str, int]:
 
 
 def routed_up(
-    x: QuantRows, listed: ExpertList, weights: Tensor, w13: Tiled | Streamed, *, limit: float,
-    shared: bool = False,
-) -> QuantRows | Tensor:  # fmt: skip
+    x: QuantRows, listed: ExpertList, weights: Tensor, w13: Tiled | Streamed, *, limit: float
+) -> QuantRows | Tensor:
     """x [R, D] through the up half of its picked experts: FP8 [R * K, F] (contract: ops.moe).
 
     weights float32 [R, K]; w13 [E, 2F, D] tiled from `layout.interleave_pair`. Rows of picks that
     are -1 are left as they were. Of streamed weights: the bfloat16 values before quantisation.
-    `shared` (weights that hold the shared expert, too): its activations behind the picks'.
     """
     rows, hidden = x.codes.shape
     k = weights.shape[1]
-    _check_experts(w13, listed, rows, k, hidden, shared)
+    _check_experts(w13, listed, rows, k, hidden)
     if isinstance(w13, Streamed):
         return stream.routed_up(
-            x.codes, x.scales, listed.experts, listed.slots, weights, w13, limit=limit,
-            shared=shared,
-        )  # fmt: skip
+            x.codes, x.scales, listed.experts, listed.slots, weights, w13, limit=limit
+        )
     plan = w13.plan
     if plan.tile % GROUP:
         raise ValueError(f"up tiles hold whole groups of {GROUP} channels, got {plan.tile=}")
@@ -401,19 +398,6 @@ def routed_down(
     return y
 
 
-def all_experts(
-    x: QuantRows, listed: ExpertList, weights: Tensor, w13: Streamed, w2: Streamed, *, limit: float
-) -> tuple[Tensor, Tensor]:
-    """Routed experts and the shared one of streamed weights that hold both: bfloat16 [R, K, D] and
-    [R, D] (contracts: `routed_up`, `routed_down`, and `swiglu_rows` between two products)."""
-    rows, k = weights.shape
-    h = routed_up(x, listed, weights, w13, limit=limit, shared=True)
-    assert isinstance(h, Tensor)
-    _check_experts(w2, listed, rows, k, h.shape[1], shared=True)
-    y = stream.routed_down(h, listed.experts, listed.slots, w2, picks=k, shared=True)
-    return y[: rows * k].view(rows, k, -1), y[rows * k :]
-
-
 def swiglu_rows(h: Tensor, *, limit: float) -> QuantRows:
     """h bfloat16 [R, 2F] (gate, then up) -> FP8 [R, F]: the shared expert's activation."""
     device = check(h)
@@ -428,11 +412,7 @@ def swiglu_rows(h: Tensor, *, limit: float) -> QuantRows:
     return QuantRows(codes, scales)
 
 
-def _check_experts(
-    w: Tiled | Streamed, listed: ExpertList, rows: int, k: int, cols: int, shared: bool = False
-) -> None:
-    if shared and not (isinstance(w, Streamed) and w.shared):
-        raise ValueError("these weights do not hold the shared expert")
+def _check_experts(w: Tiled | Streamed, listed: ExpertList, rows: int, k: int, cols: int) -> None:
     if w.kind != "fp4" or w.cols != cols:
         raise ValueError(f"rows of {cols} values do not fit {w.kind} experts of {w.cols} columns")
     if listed.experts.shape != (rows // ROW_TILE, ROW_TILE * k):

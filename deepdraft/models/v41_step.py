@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,7 +35,6 @@ from deepdraft.kernels import (
 )
 from deepdraft.kernels.gemv import QuantRows
 from deepdraft.kernels.native import trials
-from deepdraft.kernels.native.fragments import Streamed
 from deepdraft.models.v41_buffers import DeviceCaches, RowInputs
 from deepdraft.models.v41_joins import Joins
 from deepdraft.models.v41_weights import (
@@ -102,14 +102,12 @@ class Flow:
             self.y = self.shared = None
 
     def enter(
-        self, norm: Tensor, eps: float, hidden_out: Tensor | None = None,
-        ahead: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, QuantRows]:  # fmt: skip
-        """Write the output back and collapse: the streams, the next input [R, D] and its FP8.
-        `ahead`: weights that are read soon."""
+        self, norm: Tensor, eps: float, hidden_out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, QuantRows]:
+        """Write the output back and collapse: the streams, the next input [R, D] and its FP8."""
         self.x, u, quant = mhc.boundary(
             self.x, norm, y=self.y, shared=self.shared, coef=self.coef, pre=self.pre,
-            hidden_out=hidden_out, norm_eps=eps, ahead=ahead,
+            hidden_out=hidden_out, norm_eps=eps,
         )  # fmt: skip
         self.y = self.shared = None
         assert u is not None and quant is not None
@@ -176,6 +174,7 @@ def run_experts(
     joins: Joins,
     forced: Tensor | None = None,
     skip: Skip = frozenset(),
+    beside: Callable[[], None] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """v [R, D] -> picked outputs bfloat16 [R, K, D] and the shared expert's [R, D]; their sum and
     None where ranks have joined them.
@@ -184,12 +183,7 @@ def run_experts(
     """
     limit = args.swiglu_limit
     shared_out = v
-    # One grid for both, where the weights are kept that way.
-    together = None
-    if isinstance(w.w13, Streamed) and isinstance(w.w2, Streamed) and w.w13.shared:
-        if trials.on("shared") and not skip & {"shared", "experts"}:
-            together = w.w13, w.w2
-    if together is None and "shared" not in skip:
+    if "shared" not in skip:
         with lanes.aside("side"):
             shared = moe.swiglu_rows(gemv.gemv(v_quant, w.shared13), limit=limit)
             shared_out = gemv.gemv(shared, w.shared2)
@@ -197,9 +191,8 @@ def run_experts(
         v, w.gate, w.bias, positions, k=w.picks, scale=args.routed_scaling_factor,
         temperature=args.gate_temp, forced=forced,
     )  # fmt: skip
-    if together is not None:
-        y, shared_out = moe.all_experts(v_quant, listed, weights, *together, limit=limit)
-        return joins.picks(y, shared_out)
+    if beside is not None:
+        beside()
     if "experts" in skip:
         y = v.new_zeros(v.shape[0], w.picks, v.shape[1])
     else:
@@ -263,26 +256,35 @@ class DeviceStep:
         """One layer: attention, then experts; what it adds last waits in `flow`."""
         args, w = self.args, self.weights.layers[layer]
         eps = args.rms_norm_eps
-        _, u, u_quant = flow.enter(w.attn_norm, eps, ahead=w.attention.w_query.values)
+        _, u, u_quant = flow.enter(w.attn_norm, eps)
         self._note(f"L{layer}.stream_in", flow.x)
         self._note(f"L{layer}.attn_in", u)
-        with self.lanes.aside("mix"):
-            coef = run_mix(flow.x, w.mix_attn, args, skip)
-        y = self._attention(layer, args.roles[layer], w.attention, u, u_quant, places, skip)
+        coefs: list[Tensor] = []
+
+        def mix(weights: MixWeights) -> None:
+            with self.lanes.aside("mix"):
+                coefs.append(run_mix(flow.x, weights, args, skip))
+
+        later = trials.on("mix")
+        if not later:
+            mix(w.mix_attn)
+        beside = partial(mix, w.mix_attn) if later else None
+        y = self._attention(layer, args.roles[layer], w.attention, u, u_quant, places, skip, beside)
         self.lanes.join("mix")
-        flow.leave(coef, y)
+        flow.leave(coefs.pop(), y)
         self._note(f"L{layer}.attn_out", y)
         _, v, v_quant = flow.enter(w.ffn_norm, eps)
         self._note(f"L{layer}.ffn_in", v)
-        with self.lanes.aside("mix"):
-            coef = run_mix(flow.x, w.mix_ffn, args, skip)
+        if not later:
+            mix(w.mix_ffn)
+        beside = partial(mix, w.mix_ffn) if later else None
         forced = None if self.forced is None else self.forced[layer]
         made = run_experts(
             v, v_quant, places.inputs.positions, w.experts, args, self.lanes, self.joins, forced,
-            skip,
+            skip, beside,
         )  # fmt: skip
         self.lanes.join("mix")
-        flow.leave(coef, *made)
+        flow.leave(coefs.pop(), *made)
 
     def place(self, inputs: RowInputs) -> Places:
         """Addresses of the rows; their ids join the sequences' tokens."""
@@ -324,6 +326,7 @@ class DeviceStep:
         u_quant: QuantRows,
         places: Places,
         skip: Skip,
+        beside: Callable[[], None] | None,
     ) -> Tensor:
         args, caches, eps = self.args, self.caches, self.args.rms_norm_eps
         turn = places.turn(1 if role.ratio else 0)
@@ -339,6 +342,8 @@ class DeviceStep:
             norm_eps=eps,
         )  # fmt: skip
         query = gemv.gemv(c_quant, w.w_query)
+        if beside is not None:
+            beside()
         if w.raw is not None:
             self.lanes.join("side")
         main = chosen = None
@@ -356,7 +361,7 @@ class DeviceStep:
             return attention_out(o, w, self.joins, skip)
         o = attention.sparse_attention(
             query, *turn, window, places.lists[int(role.decoder)], w.sink,
-            scale=args.head_dim**-0.5, main=main, main_rows=chosen, ahead=w.wo_a.values,
+            scale=args.head_dim**-0.5, main=main, main_rows=chosen,
         )  # fmt: skip
         self._note(f"L{layer}.attn_o", o)
         return attention_out(o, w, self.joins, skip)

@@ -20,7 +20,7 @@ from deepdraft.arch import V41Args
 from deepdraft.errors import ConfigError
 from deepdraft.kernels import layout
 from deepdraft.kernels.layout import Tiled
-from deepdraft.kernels.native import fragments, stream, trials
+from deepdraft.kernels.native import fragments, stream
 from deepdraft.kernels.native.fragments import Streamed
 from deepdraft.models.layers import WeightSource
 from deepdraft.ops.engram_hash import engram_tables
@@ -185,10 +185,6 @@ class _Loader:
             return fragments.stream_fp8(values, scales, plan)
         return layout.tile_fp8(values, scales, blocks=blocks)
 
-    def one(self, name: str) -> tuple[Tensor, Tensor]:
-        """An FP8 map as stored: codes and scale bytes."""
-        return self._stored([name])
-
     def bf16(self, *names: str) -> Tiled:
         """bf16 maps that share their input, one after another."""
         return layout.tile_bf16(torch.cat([self.half(name) for name in names]))
@@ -284,11 +280,6 @@ def _attention(load: _Loader, args: V41Args, prefix: str, layer: int | None) -> 
 def _experts(load: _Loader, prefix: str, count: int, picks: int) -> ExpertWeights:
     w13, w2 = load.experts(prefix, count)
     shared = f"{prefix}.shared_experts"
-    if isinstance(w13, Streamed) and isinstance(w2, Streamed) and trials.on("shared"):
-        if w13.plan.across > 1:
-            gate, up, down = (load.one(f"{shared}.{name}.weight") for name in ("w1", "w3", "w2"))
-            w13 = fragments.with_shared_up(w13, gate, up)
-            w2 = fragments.with_shared_down(w2, *down)
     return ExpertWeights(
         gate=load.bf16(f"{prefix}.gate.weight"),
         bias=load.vector(f"{prefix}.gate.bias"),

@@ -49,7 +49,7 @@ class Case:
         self.sink = torch.randn(heads, generator=generator).to(DEVICE)
         self.shape, self.scale = shape, channels**-0.5
 
-    def run(self, at=None, **more):
+    def run(self, at=None):
         at = slice(None) if at is None else at
         main = {}
         if self.shape[4]:
@@ -57,7 +57,7 @@ class Case:
         args = (t[at].contiguous() for t in (self.q, self.cos, self.sin))
         rows = self.window_rows[at].contiguous()
         return kernels.sparse_attention(
-            *args, self.window, rows, self.sink, scale=self.scale, **main, **more
+            *args, self.window, rows, self.sink, scale=self.scale, **main
         )
 
     def reference(self):

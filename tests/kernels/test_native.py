@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deepdraft.kernels import gemv, layout, moe, runtime
-from deepdraft.kernels.native import fragments
+from deepdraft.kernels.native import fragments, trials
 from deepdraft.kernels.runtime import pad_rows
 from deepdraft.ops import gemm
 from deepdraft.ops import moe as reference
@@ -206,7 +206,7 @@ def test_expert_rows_are_alone(shape, fold):
 
 @needs_machine
 @on_cpu
-def test_bulk_copies_give_the_same_bits():
+def test_bulk_copies_and_every_lane_arriving_give_the_same_bits():
     shape = EXPERTS[0]
     parts, x = expert_weights(shape), rows_of(6, shape[2], seed=1)
     picks, weights = routing(6, shape[0], shape[1])
@@ -214,6 +214,10 @@ def test_bulk_copies_give_the_same_bits():
         run_experts(x, picks, weights, *streamed_experts(parts, 1, bulk)) for bulk in (0, 1)
     )
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(usual, bulk, strict=True))
+    for form in ("lanes", "late", "bytes"):
+        with trials.using(form, "late"):
+            other = run_experts(x, picks, weights, *streamed_experts(parts, 1, 1))
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(usual, other, strict=True)), form
     values, scales = dense_weight(96, 1536)
     plan = fragments.dense_stream_plan(96, 1536)
     rows = gemv.quantize_rows(rows_of(8, 1536, seed=2))
@@ -222,6 +226,12 @@ def test_bulk_copies_give_the_same_bits():
         for bulk in (0, 1)
     )
     assert torch.equal(bits(usual), bits(bulk))
+    for depth in (1, 2, 3, 2 * (plan.groups // plan.step)):  # whole units in a ring, or not
+        other = dataclasses.replace(plan, bulk=1, depth=depth)
+        for forms in ((), ("late",)):
+            with trials.using(*forms):
+                got = gemv.gemv(rows, fragments.stream_fp8(values, scales, other))
+            assert torch.equal(bits(usual), bits(got)), (depth, forms)
 
 
 @needs_machine

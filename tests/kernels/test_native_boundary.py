@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deepdraft.kernels import mhc
-from deepdraft.kernels.native import boundary, trials
+from deepdraft.kernels.native import boundary
 from deepdraft.ops import gemm
 from tests.kernels.cases import grid, poisoned, rows_of
 from tests.kernels.emulated import CAN_RUN
@@ -16,8 +16,8 @@ EPS = 1e-6
 CLUSTER = boundary.CLUSTER if DEVICE == "cuda" else 2
 
 
-def emulated(device, streams, picks, cluster, threads, ahead=0):
-    return Emulated("boundary", boundary.macros(streams, picks, ahead), threads)
+def emulated(device, streams, picks, cluster, threads):
+    return Emulated("boundary", boundary.macros(streams, picks), threads)
 
 
 def operands(streams, hidden, picks, rows=8):
@@ -32,9 +32,9 @@ def operands(streams, hidden, picks, rows=8):
     }  # fmt: skip
 
 
-def run(given, on=True, ahead=None):
+def run(given, on=True):
     with switched(boundary, on, emulated, CLUSTER=CLUSTER):
-        out, u, rows = mhc.boundary(**given, norm_eps=EPS, ahead=ahead)
+        out, u, rows = mhc.boundary(**given, norm_eps=EPS)
     return out, u, rows.codes, rows.scales.t()
 
 
@@ -61,14 +61,6 @@ def test_bits_do_not_depend_on_other_rows():
     others = {k: poisoned(v, 5) if k in ("x", "y", "shared") else v for k, v in given.items()}
     got = run(others)
     assert all(torch.equal(g[5], f[5]) for g, f in zip(got, full, strict=True))
-
-
-def test_weights_ahead_change_nothing():
-    given = operands(4, 256, 2)
-    want = run(given)
-    with trials.using("query"):
-        got = run(given, ahead=torch.zeros(5, 10_000, dtype=torch.uint8, device=DEVICE))
-    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
 def test_zero_rows_have_the_least_scale():

@@ -13,8 +13,8 @@ from tests.kernels.interpreter import DEVICE
 pytestmark = pytest.mark.skipif(not CAN_RUN, reason="needs a CUDA device, or g++")
 
 
-def emulated(device, experts, picks, early=0):
-    return Emulated("route", route.macros(experts, picks, early), 512)
+def emulated(device, experts, picks):
+    return Emulated("route", route.macros(experts, picks), 512)
 
 
 class Case:

@@ -8,20 +8,14 @@
 //
 // Built once for each set of macros (deepdraft/kernels/native/build.py):
 //   C 512 channels   PAIRS that turn, the last ones   BH heads of a block: 16, 32 or 64
-//   JOINED  the number of chunks: the block of a row's heads that arrives last combines them, in
-//           their order, as the combine kernel does; 0: it follows
-//   AHEAD   1: the weights that the next product reads are brought into the L2 cache
 //   SHARED_BYTES of dynamic shared memory
 //
 // Letters: R rows, H heads, W window places, K selected places.
 
 #include "machine.cuh"
 
-#ifndef JOINED
-#define JOINED 0
-#endif
-#ifndef AHEAD
-#define AHEAD 0
+#ifndef EARLY
+#define EARLY 0
 #endif
 
 constexpr int KEYS = 64, THREADS = 256, WARPS = 8;
@@ -45,13 +39,6 @@ struct Params {
     float* total;
     int heads, q_stride, window_places, main_places, window_chunks, chunks;
     float scale;
-#if JOINED || AHEAD
-    const float* sink;        // [H]
-    u16* out;                 // bf16 [R, H, C]
-    int* arrive;              // [R, blocks of heads], zero between launches
-    const u8* ahead;          // weights to come
-    u64 ahead_bytes;
-#endif
 };
 
 // ---- formats -------------------------------------------------------------------------------
@@ -139,17 +126,22 @@ __device__ __forceinline__ void unpack_window(u16* keys, const u8* cache, const 
     }
 }
 
-// Queries of BH heads, turned; for main records even channels before odd ones.
-__device__ __forceinline__ void load_queries(u16* out, const Params& p, int row, int head, bool apart) {
-    constexpr int PIECES = C / 8, EACH = BH * PIECES / THREADS, STILL = C - 2 * PAIRS;
+// A thread's part of the queries of BH heads.
+constexpr int Q_EACH = BH * C / 8 / THREADS;
+__device__ __forceinline__ void fetch_queries(uint4 (&codes)[Q_EACH], const Params& p, int row, int head) {
+    constexpr int PIECES = C / 8;
     const u16* q = p.q + (long long)row * p.q_stride + head * C;
-    uint4 codes[EACH];
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
+    for (int i = 0; i < Q_EACH; i++) {
         int piece = threadIdx.x + i * THREADS;
         codes[i] = make_uint4(0, 0, 0, 0);
         if (head + piece / PIECES < p.heads) codes[i] = *(const uint4*)(q + 8 * piece);
     }
+}
+
+// They are turned; for main records even channels come before odd ones.
+__device__ __forceinline__ void store_queries(u16* out, const uint4 (&codes)[Q_EACH], const Params& p, int row, bool apart) {
+    constexpr int PIECES = C / 8, EACH = Q_EACH, STILL = C - 2 * PAIRS;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
         int piece = threadIdx.x + i * THREADS, channel = piece % PIECES * 8;
@@ -271,76 +263,6 @@ __device__ __forceinline__ void add_up(float* part, u32 weights, u32 keys, int h
     }
 }
 
-// ---- all chunks ----------------------------------------------------------------------------
-
-#if JOINED
-// This block's heads of a row over all chunks, turned back: bf16. `shares` [BH, JOINED] in shared
-// memory is what each chunk counts, -1 where it has no key; `totals` [BH].
-__device__ __forceinline__ void join(const Params& p, float* shares, float* totals, int row, int head) {
-    constexpr int TOGETHER = 4 * THREADS / C, STILL = C - 2 * PAIRS;
-    const int heads = min(BH, p.heads - head);
-    if (threadIdx.x < heads) {
-        const int h = threadIdx.x;
-        const float sink = p.sink[head + h];
-        float top[JOINED], own[JOINED], highest = sink;
-#pragma unroll
-        for (int c = 0; c < JOINED; c++) {
-            const long long at = ((long long)row * JOINED + c) * p.heads + head + h;
-            top[c] = __ldcg(p.top + at), own[c] = __ldcg(p.total + at);
-        }
-#pragma unroll
-        for (int c = 0; c < JOINED; c++) highest = fmaxf(highest, top[c]);
-        float total = __expf(sink - highest);
-#pragma unroll
-        for (int c = 0; c < JOINED; c++) {
-            const float share = __expf(top[c] - highest);
-            total += share * own[c];
-            shares[h * JOINED + c] = own[c] > 0.f ? share : -1.f;
-        }
-        totals[h] = total;
-    }
-    __syncthreads();
-    // A thread has channels 4 j .. 4 j + 3 of every TOGETHER-th head.
-    const int j = threadIdx.x % (C / 4);
-    for (int h = threadIdx.x / (C / 4); h < heads; h += TOGETHER) {
-        float4 part[JOINED];
-#pragma unroll
-        for (int c = 0; c < JOINED; c++) {
-            const float* from = p.part + (((long long)row * JOINED + c) * p.heads + head + h) * C;
-            part[c] = {0.f, 0.f, 0.f, 0.f};
-            if (shares[h * JOINED + c] < 0.f) continue;   // nobody wrote
-            if (c < p.window_chunks) {
-                part[c] = __ldcg((const float4*)(from + 4 * j));
-            } else {
-                const float2 even = __ldcg((const float2*)(from + 2 * j));
-                const float2 odd = __ldcg((const float2*)(from + C / 2 + 2 * j));
-                part[c] = {even.x, odd.x, even.y, odd.y};
-            }
-        }
-        float sum[4] = {};
-#pragma unroll
-        for (int c = 0; c < JOINED; c++) {
-            const float share = fmaxf(shares[h * JOINED + c], 0.f);
-            sum[0] += share * part[c].x, sum[1] += share * part[c].y;
-            sum[2] += share * part[c].z, sum[3] += share * part[c].w;
-        }
-        u32 words[2];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            words[i] = pack_bf16(divide(sum[2 * i], totals[h]), divide(sum[2 * i + 1], totals[h]));
-            const int channel = 4 * j + 2 * i, pair = row * PAIRS + (channel - STILL) / 2;
-            if (channel >= STILL) {
-                const float even = bf16_value(words[i] & 0xFFFF), odd = bf16_value(words[i] >> 16);
-                const float cosine = p.cosines[pair], sine = p.sines[pair];
-                words[i] = pack_bf16(even * cosine + odd * sine, odd * cosine - even * sine);
-            }
-        }
-        u16* to = p.out + ((long long)row * p.heads + head + h) * C + 4 * j;
-        *(uint2*)to = make_uint2(words[0], words[1]);
-    }
-}
-#endif
-
 // ---- kernel --------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(THREADS, BH == 16 ? 2 : 1)
@@ -353,10 +275,9 @@ attend_kernel(const __grid_constant__ Params p) {
     int chunk = blockIdx.x % p.chunks, head = blockIdx.x / p.chunks * BH, row = blockIdx.y;
     bool window = chunk < p.window_chunks;
     launch_dependents();   // what follows may start to wait
-#if AHEAD
-    prefetch_share(p.ahead, p.ahead_bytes);
-#endif
     dependency_wait();
+    uint4 q_codes[Q_EACH];
+    if (EARLY) fetch_queries(q_codes, p, row, head);   // beside the addresses, not behind the records
     if (threadIdx.x < KEYS) {
         int place = (window ? chunk : chunk - p.window_chunks) * KEYS + threadIdx.x;
         int places = window ? p.window_places : p.main_places;
@@ -371,33 +292,19 @@ attend_kernel(const __grid_constant__ Params p) {
             p.top[place * p.heads + head + threadIdx.x] = -1e30f;
             p.total[place * p.heads + head + threadIdx.x] = 0.f;
         }
-#if !JOINED
         return;
-#endif
-    } else {
-        if (window)
-            unpack_window(keys, p.window, address);
-        else
-            unpack_main(keys, p.main, address);
-        load_queries(queries, p, row, head, !window);
-        __syncthreads();
-        score(scores, shared_address(queries), shared_address(keys));
-        __syncthreads();
-        weigh(weights, scores, address, p, place, head);
-        __syncthreads();
-        float* part = p.part + (place * p.heads + head) * C;
-        add_up(part, shared_address(weights), shared_address(keys), p.heads - head);
     }
-#if JOINED
-    __syncthreads();   // of everything that shared memory held, nothing is needed any more
-    float* shares = (float*)raw;
-    float* totals = shares + BH * JOINED;
-    int* last = (int*)(totals + BH);
-    int* count = p.arrive + row * (gridDim.x / JOINED) + head / BH;
-    if (threadIdx.x == 0) *last = arrive(count) == JOINED - 1;
+    if (window)
+        unpack_window(keys, p.window, address);
+    else
+        unpack_main(keys, p.main, address);
+    if (!EARLY) fetch_queries(q_codes, p, row, head);
+    store_queries(queries, q_codes, p, row, !window);
     __syncthreads();
-    if (!*last) return;
-    if (threadIdx.x == 0) *count = 0;
-    join(p, shares, totals, row, head);
-#endif
+    score(scores, shared_address(queries), shared_address(keys));
+    __syncthreads();
+    weigh(weights, scores, address, p, place, head);
+    __syncthreads();
+    float* part = p.part + (place * p.heads + head) * C;
+    add_up(part, shared_address(weights), shared_address(keys), p.heads - head);
 }

@@ -1,8 +1,7 @@
-"""Launches of `attend.cu`: the chunks of sparse attention.
+"""Launches of `attend.cu` and `combine.cu`: the chunks of sparse attention, and what they make.
 
-Contract and reference: as of `kernels.attention`, which calls this file where it can run and then
-combines the chunks, unless the kernel has (trial "joined"). Sums have another order than the Triton
-kernel's, so the last bits differ.
+Contract and reference: as of `kernels.attention`, which calls this file where it can run.
+Sums have another order than the Triton kernel's, so the last bits differ.
 
 Owns: parameters and macros, which shapes the kernel takes. Knows nothing of: compiling (build).
 """
@@ -21,9 +20,8 @@ KEYS = 64
 HEADS = 16
 """Heads of a block: more blocks hide each other's waits."""
 _THREADS = 256
-_COUNTERS = 4096
-_MOST_JOINED = 12
-"""Chunks that are combined in registers."""
+_MOST_CHUNKS = 12
+"""That a thread combines in registers."""
 
 
 class _Params(ctypes.Structure):
@@ -35,8 +33,15 @@ class _Params(ctypes.Structure):
         *((n, ctypes.c_int) for n in ("heads", "q_stride", "window_places", "main_places")),
         *((n, ctypes.c_int) for n in ("window_chunks", "chunks")),
         ("scale", ctypes.c_float),
-        *((n, ctypes.c_void_p) for n in ("sink", "out", "arrive", "ahead")),
-        ("ahead_bytes", ctypes.c_uint64),
+    )
+
+
+class _Combine(ctypes.Structure):
+    """`Params` of combine.cu."""
+
+    _fields_ = (
+        *((n, ctypes.c_void_p) for n in ("part", "top", "total", "sink", "cosines", "sines")),
+        ("out", ctypes.c_void_p),
     )
 
 
@@ -50,10 +55,10 @@ def fits(channels: int, pairs: int, q_stride: int) -> bool:
     return channels == CHANNELS and pairs % 4 == 0 and q_stride % 8 == 0
 
 
-def macros(pairs: int, heads: int, joined: int = 0, ahead: int = 0) -> dict[str, int]:
-    """Macros of one variant of attend.cu. `joined`: chunks, 0 where the combine kernel follows."""
-    more = {k: v for k, v in (("JOINED", joined), ("AHEAD", ahead)) if v}
+def macros(pairs: int, heads: int) -> dict[str, int]:
+    """Macros of one variant of attend.cu."""
     size = shared_bytes(heads)
+    more = {"EARLY": 1} if trials.on("queries") else {}
     return {**more, "C": CHANNELS, "PAIRS": pairs, "BH": heads, "SHARED_BYTES": size}
 
 
@@ -63,37 +68,29 @@ def shared_bytes(heads: int) -> int:
     return KEYS * row + heads * (row + 2 * (KEYS + 8) + 4 * (KEYS + 2)) + 4 * KEYS
 
 
-@functools.cache
-def _counters(device: torch.device) -> Tensor:
-    """Arrivals of chunks, zero between launches; steps of one device follow one another."""
-    return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+def combine_macros(pairs: int, chunks: int, window: int) -> dict[str, int]:
+    """Macros of one variant of combine.cu."""
+    return {"C": CHANNELS, "PAIRS": pairs, "CHUNKS": chunks, "WINDOW": window, "SHARED_BYTES": 16}
+
+
+def _kernel(device: torch.device, pairs: int, heads: int) -> build.Kernel:
+    return _loaded(device, tuple(macros(pairs, heads).items()))
 
 
 @functools.cache
-def _kernel(
-    device: torch.device, pairs: int, heads: int, joined: int = 0, ahead: int = 0
-) -> build.Kernel:
-    made = macros(pairs, heads, joined, ahead)
-    return build.Kernel.load(device, "attend.cu", "attend_kernel", made, threads=_THREADS)
+def _loaded(device: torch.device, made: tuple[tuple[str, int], ...]) -> build.Kernel:
+    return build.Kernel.load(device, "attend.cu", "attend_kernel", dict(made), threads=_THREADS)
 
 
 def chunks(
     q: Tensor, cos: Tensor, sin: Tensor, window: Tensor, window_rows: Tensor,
     main: Tensor | None, main_rows: Tensor | None,
-    part: Tensor, top: Tensor, total: Tensor, sink: Tensor, out: Tensor, *, scale: float,
-    ahead: Tensor | None = None,
-) -> bool:  # fmt: skip
+    part: Tensor, top: Tensor, total: Tensor, *, scale: float,
+) -> None:  # fmt: skip
     """All chunks of all rows: fills part float32 [R, chunks, H, C], top and total [R, chunks, H]
-    as the Triton kernel does. Tensors as `attention.sparse_attention` has checked them.
-
-    True where they are combined, too, and `out` is filled. `ahead`: weights that are read next."""
+    as the Triton kernel does. Tensors as `attention.sparse_attention` has checked them."""
     rows, count, all_heads, _ = part.shape
     groups = -(-all_heads // HEADS)
-    joined = count if trials.on("joined") and count <= _MOST_JOINED else 0
-    if joined and rows * groups > _COUNTERS:
-        joined = 0
-    if not trials.on("ahead"):
-        ahead = None
     params = _Params(
         q=q.data_ptr(), cosines=cos.data_ptr(), sines=sin.data_ptr(), window=window.data_ptr(),
         main=0 if main is None else main.data_ptr(), window_rows=window_rows.data_ptr(),
@@ -102,11 +99,29 @@ def chunks(
         window_places=window_rows.shape[1],
         main_places=0 if main_rows is None else main_rows.shape[1],
         window_chunks=-(-window_rows.shape[1] // KEYS), chunks=count, scale=scale,
-        sink=sink.data_ptr(), out=out.data_ptr(),
-        arrive=_counters(q.device).data_ptr() if joined else 0,
-        ahead=0 if ahead is None else ahead.data_ptr(),
-        ahead_bytes=0 if ahead is None else ahead.nbytes // 16 * 16,
     )  # fmt: skip
-    kernel = _kernel(q.device, cos.shape[1], HEADS, joined, int(ahead is not None))
+    kernel = _kernel(q.device, cos.shape[1], HEADS)
     kernel.launch((count * groups, rows), params, programmatic=programmatic_launch())
-    return joined > 0
+
+
+@functools.cache
+def _combiner(device: torch.device, pairs: int, chunks: int, window: int) -> build.Kernel:
+    made = combine_macros(pairs, chunks, window)
+    return build.Kernel.load(device, "combine.cu", "combine_kernel", made, threads=CHANNELS // 4)
+
+
+def combine(
+    part: Tensor, top: Tensor, total: Tensor, sink: Tensor, cos: Tensor, sin: Tensor, out: Tensor,
+    *, window_chunks: int,
+) -> bool:  # fmt: skip
+    """Fills out bfloat16 [R, H, C] from the chunks, turned back. False: too many of them here."""
+    rows, count, heads, _ = part.shape
+    if count > _MOST_CHUNKS or not trials.on("combine"):
+        return False
+    params = _Combine(
+        part=part.data_ptr(), top=top.data_ptr(), total=total.data_ptr(), sink=sink.data_ptr(),
+        cosines=cos.data_ptr(), sines=sin.data_ptr(), out=out.data_ptr(),
+    )  # fmt: skip
+    kernel = _combiner(part.device, cos.shape[1], count, window_chunks)
+    kernel.launch((heads, rows), params, programmatic=programmatic_launch())
+    return True

@@ -6,16 +6,11 @@
 //
 // Built once for each set of macros (deepdraft/kernels/native/build.py):
 //   S  residual streams   K  picks of a row, 0: y as it stands   CL  blocks of a cluster
-//   AHEAD  1: weights that are read soon are brought into the L2 cache
 //   SHARED_BYTES of dynamic shared memory
 //
 // Letters: R rows, D hidden.
 
 #include "machine.cuh"
-
-#ifndef AHEAD
-#define AHEAD 0
-#endif
 
 constexpr int VALUES = 4, GROUP = 32 / VALUES;   // channels of a thread, threads of a group
 constexpr int MOST_WARPS = 32;
@@ -32,10 +27,6 @@ struct Params {
     float* scales;        // [D / 32, R]
     int hidden, rows;
     float eps;
-#if AHEAD
-    const u8* ahead;
-    u64 ahead_bytes;
-#endif
 };
 
 struct Four { float v[VALUES]; };
@@ -156,7 +147,4 @@ extern "C" __global__ void CLUSTER boundary_kernel(const __grid_constant__ Param
         if (threadIdx.x % GROUP == 0)
             p.scales[(long long)(d / 32) * p.rows + row] = __uint_as_float(power);
     }
-#if AHEAD
-    prefetch_share(p.ahead, p.ahead_bytes);   // not before: the memory is busy until then
-#endif
 }

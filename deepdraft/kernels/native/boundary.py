@@ -12,7 +12,7 @@ import functools
 import torch
 from torch import Tensor
 
-from deepdraft.kernels.native import build, stages, trials
+from deepdraft.kernels.native import build, stages
 from deepdraft.kernels.runtime import programmatic_launch
 
 CLUSTER = 8
@@ -31,8 +31,6 @@ class _Params(ctypes.Structure):
         ("hidden", ctypes.c_int),
         ("rows", ctypes.c_int),
         ("eps", ctypes.c_float),
-        ("ahead", ctypes.c_void_p),
-        ("ahead_bytes", ctypes.c_uint64),
     )
 
 
@@ -50,29 +48,24 @@ def _threads(hidden: int) -> int:
     return -(-hidden // CLUSTER // _VALUES // 32) * 32
 
 
-def macros(streams: int, picks: int, ahead: int = 0) -> dict[str, int]:
+def macros(streams: int, picks: int) -> dict[str, int]:
     """Macros of one variant of boundary.cu."""
-    more = {"AHEAD": 1} if ahead else {}
-    return {**more, "S": streams, "K": picks, "CL": CLUSTER, "SHARED_BYTES": _SHARED_BYTES}
+    return {"S": streams, "K": picks, "CL": CLUSTER, "SHARED_BYTES": _SHARED_BYTES}
 
 
 @functools.cache
 def _kernel(
-    device: torch.device, streams: int, picks: int, cluster: int, threads: int, ahead: int = 0
+    device: torch.device, streams: int, picks: int, cluster: int, threads: int
 ) -> build.Kernel:
-    made = macros(streams, picks, ahead)
+    made = macros(streams, picks)
     return build.Kernel.load(device, "boundary.cu", "boundary_kernel", made, threads=threads)
 
 
 def boundary(
-    x: Tensor, norm: Tensor, y: Tensor, shared: Tensor | None, coef: Tensor, *, norm_eps: float,
-    ahead: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor, norm: Tensor, y: Tensor, shared: Tensor | None, coef: Tensor, *, norm_eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Expand and collapse: streams bfloat16 [R, S, D], the next input bfloat16 [R, D], its FP8
-    codes uint8 [R, D] and scales float32 [D/32, R]. Tensors as `mhc.boundary` has checked them.
-    `ahead`: weights that are read soon (trial "query")."""
-    if not trials.on("query"):
-        ahead = None
+    codes uint8 [R, D] and scales float32 [D/32, R]. Tensors as `mhc.boundary` has checked them."""
     rows, streams, hidden = x.shape
     picks = y.shape[1] if y.dim() == 3 else 0
     out = torch.empty_like(x)
@@ -83,10 +76,7 @@ def boundary(
         y=y.data_ptr(), shared=0 if shared is None else shared.data_ptr(), x=x.data_ptr(),
         coef=coef.data_ptr(), norm=norm.data_ptr(), out=out.data_ptr(), u=u.data_ptr(),
         codes=codes.data_ptr(), scales=scales.data_ptr(), hidden=hidden, rows=rows, eps=norm_eps,
-        ahead=0 if ahead is None else ahead.data_ptr(),
-        ahead_bytes=0 if ahead is None else ahead.nbytes // 16 * 16,
     )  # fmt: skip
-    threads, early = _threads(hidden), int(ahead is not None)
-    kernel = _kernel(x.device, streams, picks, CLUSTER, threads, early)
+    kernel = _kernel(x.device, streams, picks, CLUSTER, _threads(hidden))
     kernel.launch((CLUSTER, rows), params, programmatic=programmatic_launch())
     return out, u, codes, scales

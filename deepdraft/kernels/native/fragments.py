@@ -12,14 +12,14 @@ up maps, which are read together, tile 0 is the gate and tile 1 the up map of 16
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from deepdraft.kernels.layout import GROUP, _arrivals, _checked_scales, _even
 from deepdraft.kernels.native import trials
-from deepdraft.kernels.native.plans import BULK, MEASURED
+from deepdraft.kernels.native.plans import MEASURED
 
 UNIT = 32
 _MULTIPROCESSORS = 132
@@ -37,7 +37,8 @@ class StreamPlan:
     and `down` by units of rows; `split` parts of the columns among blocks;
     `depth` steps in a warp's ring; `fold`
     1 (experts): scales of rows are folded into their values before the sums; `bulk` 1: weights are
-    copied for all warps of a block at once (same bits)."""
+    copied for all warps of a block at once (same bits); `lone` 1: one block a multiprocessor,
+    however small."""
 
     groups: int
     step: int
@@ -47,6 +48,7 @@ class StreamPlan:
     depth: int
     fold: int = 0
     bulk: int = 0
+    lone: int = 0
 
     @property
     def warps(self) -> int:
@@ -56,7 +58,7 @@ class StreamPlan:
     @property
     def blocks(self) -> int:
         """Blocks that a multiprocessor holds."""
-        return 2 if self.warps <= 8 else 1
+        return 2 if self.warps <= 8 and not self.lone else 1
 
 
 def stream_plans(kind: str, groups: int) -> Iterator[StreamPlan]:
@@ -73,13 +75,11 @@ def stream_plans(kind: str, groups: int) -> Iterator[StreamPlan]:
         yield StreamPlan(each, step, across, warps // across, split, depth)
 
 
-def _measured(key: tuple[str, int, int]) -> tuple[int, ...] | None:
-    return BULK[key] if key in BULK and trials.on("bulk") else MEASURED.get(key)
-
-
 def dense_stream_plan(rows: int, cols: int) -> StreamPlan | None:
     """Plan of a dense FP8 matrix: the one whose blocks have the most even work."""
-    if (found := _measured(("dense", rows, cols))) is not None:
+    if (found := MEASURED.get(("dense", rows, cols))) is not None:
+        if trials.on("single") and rows == 4608:
+            return StreamPlan(4, 2, 8, 1, 5, 6, 0, 1, 1)
         return StreamPlan(*found) if found else None
 
     def cost(plan: StreamPlan) -> float:
@@ -94,7 +94,7 @@ def dense_stream_plan(rows: int, cols: int) -> StreamPlan | None:
 
 def expert_stream_plan(rows: int, cols: int) -> StreamPlan | None:
     """Plan of one expert's MXFP4 matrix: as many warps by columns as can be."""
-    if (found := _measured(("expert", rows, cols))) is not None:
+    if (found := MEASURED.get(("expert", rows, cols))) is not None:
         return StreamPlan(*found) if found else None
     return next(stream_plans("fp4", cols // GROUP), None)
 
@@ -117,8 +117,6 @@ class Streamed:
     scales: Tensor
     arrivals: Tensor = field(repr=False)
     """int32, zero between launches: how many parts of a unit have arrived (split > 1)."""
-    shared: bool = False
-    """Experts: the last two of `count` are the halves of the shared one (`with_shared_up`)."""
 
     @property
     def nbytes(self) -> int:
@@ -160,43 +158,6 @@ def stream_gate_up(
     ]  # [E, U, g, tile, half, ..]
     rows = both[0].view(count, n // 16, 8, 2, 2, groups, 16)
     return _stream_mxfp4(rows, _checked_scales(both[1]).permute(0, 1, 5, 2, 3, 4), 2 * n, plan)
-
-
-def with_shared_up(w: Streamed, gate: tuple[Tensor, Tensor], up: tuple[Tensor, Tensor]) -> Streamed:
-    """Gate and up maps of experts, and behind them the FP8 ones of the shared expert [F, D], each
-    codes and E8M0 scales as `stream_fp8` takes them.
-
-    Half a unit of it, 8 channels, takes the 512 + 32 bytes that a unit of an expert takes, so the
-    shared expert is two more of them: row (half, g) of a half unit is gate and up of channel g.
-    """
-    codes = torch.stack([part[0].view(torch.uint8) for part in (gate, up)], 1)  # [F, 2, D]
-    scales = torch.stack([_checked_scales(part[1]) for part in (gate, up)], 1)
-    return _with_shared(w, codes, scales.repeat_interleave(GROUP, 0))
-
-
-def with_shared_down(w: Streamed, values: Tensor, scales: Tensor) -> Streamed:
-    """Down maps of experts, and the FP8 one of the shared expert [D, F]: row (half, g) of half a
-    unit is its row 2 g + half."""
-    codes = values.view(torch.uint8).unflatten(0, (-1, 2))
-    own = _checked_scales(scales).repeat_interleave(GROUP, 0).unflatten(0, (-1, 2))
-    return _with_shared(w, codes, own)
-
-
-def _with_shared(w: Streamed, codes: Tensor, scales: Tensor) -> Streamed:
-    """codes [N, 2, K] of rows (half unit and g, half), scales [N, 2, K / 32]."""
-    units, groups = w.values.shape[1:3]
-    if codes.numel() != w.rows * w.cols or w.kind != "fp4":
-        raise ValueError(f"{tuple(codes.shape)} is no shared expert beside {w.rows} x {w.cols}")
-    # rows (half unit, g), half, columns (group, t, 8) -> half unit, group, g, t, half, 8
-    values = codes.view(2 * units, 8, 2, groups, 4, 8).permute(0, 3, 1, 4, 2, 5)
-    own = torch.zeros(2 * units, groups, 8, 4, dtype=torch.uint8, device=w.values.device)
-    own[..., :2] = scales.view(2 * units, 8, 2, groups).permute(0, 3, 1, 2)
-    return replace(
-        w,
-        values=torch.cat((w.values, values.reshape(2, *w.values.shape[1:]))),
-        scales=torch.cat((w.scales, own.view(2, *w.scales.shape[1:]))),
-        shared=True,
-    )
 
 
 def _stream_mxfp4(rows: Tensor, scales: Tensor, n: int, plan: StreamPlan) -> Streamed:

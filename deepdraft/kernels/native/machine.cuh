@@ -30,6 +30,28 @@ __device__ __forceinline__ u32 load_shared4(u32 at) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
     return v;
 }
+// Asked for where they stand: the compiler leaves their order to us.
+__device__ __forceinline__ float load_here(const float* from) {
+    float v;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(from));
+    return v;
+}
+__device__ __forceinline__ float2 load_here(const float2* from) {
+    float2 v;
+    asm volatile("ld.global.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(from));
+    return v;
+}
+__device__ __forceinline__ float4 load_here(const float4* from) {
+    float4 v;
+    asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from));
+    return v;
+}
+__device__ __forceinline__ u32 load_shared1(u32 at) {
+    u32 v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(at));
+    return v;
+}
 __device__ __forceinline__ void load_matrices(u32 (&d)[4], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(at) : "memory");
@@ -44,6 +66,11 @@ __device__ __forceinline__ void barrier_init(u32 at, u32 count) {
 __device__ __forceinline__ void barrier_arrive(u32 at) {
     asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(at) : "memory");
 }
+// Of a warp's threads the one for which `mine` holds; no branch.
+__device__ __forceinline__ void barrier_arrive_if(u32 at, bool mine) {
+    asm volatile("{ .reg .b64 t; .reg .pred p; setp.ne.u32 p, %1, 0;\n"
+                 "@p mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(at), "r"((u32)mine) : "memory");
+}
 __device__ __forceinline__ void barrier_wait(u32 at, u32 phase) {
     asm volatile(
         "{ .reg .pred p;\n"
@@ -56,10 +83,6 @@ __device__ __forceinline__ void barrier_expect(u32 at, u32 bytes) {
 __device__ __forceinline__ void copy_bulk(u32 to, const u8* from, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-// Have bytes (a multiple of 16) brought into the L2 cache, without waiting.
-__device__ __forceinline__ void prefetch_l2(const u8* from, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void barriers_made() {
     asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
@@ -105,6 +128,12 @@ __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+// Bits of a where the mask has ones, of b elsewhere: one instruction.
+__device__ __forceinline__ u32 either(u32 a, u32 b, u32 mask) {
+    u32 v;
+    asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(v) : "r"(a), "r"(b), "r"(mask));
+    return v;
+}
 __device__ __forceinline__ u32 halves_of_e4m3(u16 two) {
     u32 v;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(v) : "h"(two));
@@ -145,11 +174,3 @@ __device__ __forceinline__ float divide(float a, float b) {
 #endif
 
 __device__ __forceinline__ float bf16_value(u32 bits) { return __uint_as_float(bits << 16); }
-// One warp of each block has its share of some weights brought into the L2 cache.
-__device__ __forceinline__ void prefetch_share(const u8* from, u64 bytes) {
-    constexpr u64 PIECE = 8192;
-    const u64 blocks = gridDim.x * gridDim.y, block = blockIdx.y * gridDim.x + blockIdx.x;
-    if (threadIdx.x < 32)
-        for (u64 at = (block + blocks * threadIdx.x) * PIECE; at < bytes; at += 32 * blocks * PIECE)
-            prefetch_l2(from + at, (u32)(bytes - at < PIECE ? bytes - at : PIECE));
-}

@@ -6,16 +6,11 @@
 //
 // Built once for each set of macros (deepdraft/kernels/native/build.py):
 //   E  experts   K  picks of a row, at most 8   OWN  experts of a block, at most 8
-//   EARLY  1: what follows may start as soon as the rows are there
 //   SHARED_BYTES of dynamic shared memory
 //
 // Letters: R rows, D hidden, G = D / 32, L = 8 K places of a row tile's list.
 
 #include "machine.cuh"
-
-#ifndef EARLY
-#define EARLY 0
-#endif
 
 constexpr int WARPS = 16, THREADS = 32 * WARPS, T = 8, L = T * K;
 constexpr int BATCH = 10;                       // groups of 32 columns that a warp reads at once
@@ -167,7 +162,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) route_kernel(const __grid_
         sums[(warp * OWN + g) * T + 2 * t + 1] = sum[1];
     }
     __syncthreads();
-    if (EARLY) launch_dependents();   // every warp has waited
     if (threadIdx.x < OWN * T) {
         float all = 0.f;
 #pragma unroll
@@ -184,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) route_kernel(const __grid_
     __syncthreads();
     // Not before: what follows would keep the multiprocessors from others' work, and has nothing to
     // do before the list is there.
-    if (!EARLY) launch_dependents();
+    launch_dependents();
     if (!*last) return;
     if (threadIdx.x == 0) p.arrive[row_tile] = 0;
     if (warp < T) choose(p, row_tile * T + warp, picked + warp * K);

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepdraft.kernels.layout import Tiled
-from deepdraft.kernels.native import build, stages, trials
+from deepdraft.kernels.native import build, stages
 from deepdraft.kernels.runtime import ROW_TILE, programmatic_launch
 
 OWN = 8
@@ -45,10 +45,9 @@ def fits(gate: Tiled, picks: int) -> bool:
     return gate.kind == "bf16" and picks <= _MOST_PICKS
 
 
-def macros(experts: int, picks: int, early: int = 0) -> dict[str, int]:
+def macros(experts: int, picks: int) -> dict[str, int]:
     """Macros of one variant of route.cu."""
-    more = {"EARLY": 1} if early else {}
-    return {**more, "E": experts, "K": picks, "OWN": OWN, "SHARED_BYTES": _shared_bytes(picks)}
+    return {"E": experts, "K": picks, "OWN": OWN, "SHARED_BYTES": _shared_bytes(picks)}
 
 
 def _shared_bytes(picks: int) -> int:
@@ -57,8 +56,8 @@ def _shared_bytes(picks: int) -> int:
 
 
 @functools.cache
-def _kernel(device: torch.device, experts: int, picks: int, early: int = 0) -> build.Kernel:
-    made = macros(experts, picks, early)
+def _kernel(device: torch.device, experts: int, picks: int) -> build.Kernel:
+    made = macros(experts, picks)
     return build.Kernel.load(device, "route.cu", "route_kernel", made, threads=32 * _WARPS)
 
 
@@ -86,6 +85,6 @@ def route(
         scores=scores.data_ptr(), arrive=gate.arrivals.data_ptr(), groups=gate.cols // 32,
         tile=gate.plan.tile, temperature=temperature, scale=scale,
     )  # fmt: skip
-    kernel = _kernel(device, experts, k, int(trials.on("early")))
+    kernel = _kernel(device, experts, k)
     kernel.launch((-(-experts // OWN), tiles), params, programmatic=programmatic_launch())
     return picks, weights, listed, slots

@@ -21,11 +21,8 @@
 //   FOLD   experts: scales of rows go into the rows' halves, relative to the largest of a warp's
 //   OUT    dense: 0 bf16, 1 float32, 2 bf16 values quantised to FP8 in groups of 32
 //   BULK   defined or not: how weights are copied (the same bits)
-//   CYCLIC      experts up: units are given to the blocks in turn, not a run of them to each
-//   SHARED      experts: 2, the shared expert's halves come first, as if they were two experts more;
-//               up: its rows and weights need no list, so it begins before the router has ended
-//   EVEN        the blocks that have one task more are the first ones, so that a multiprocessor, which
-//               has one of the first half of the blocks and one of the second, has few of them
+//   LATE        with BULK: a step is read when it is multiplied, not the turn before
+//   BYTES       experts with BULK: scales are read byte by byte
 //   EVERY_LANE  every lane arrives at the barriers of the sums, as racecheck follows it (the same bits)
 //   SHARED_BYTES  of dynamic shared memory
 //
@@ -33,14 +30,11 @@
 
 #include "machine.cuh"
 
-#ifndef CYCLIC
-#define CYCLIC 0
+#ifndef LATE
+#define LATE 0
 #endif
-#ifndef SHARED
-#define SHARED 0
-#endif
-#ifndef EVEN
-#define EVEN 0
+#ifndef BYTES
+#define BYTES 0
 #endif
 #ifndef EVERY_LANE
 #define EVERY_LANE 0
@@ -65,10 +59,10 @@ constexpr int PRODUCER = WARPS + (WK > 1 ? 1 : 0);
 constexpr int X_WORDS = BF16_ROWS || FOLD ? 4 : 2;          // of a group's row values in one thread
 static_assert(NG % ST == 0, "a step holds whole groups");
 static_assert(!FP4 || DEPTH <= 2 * STEPS, "there is room for the scales of two units ahead");
+#ifndef BULK
+static_assert(!LATE && !BYTES, "forms of the ring that all warps share");
+#endif
 static_assert(FP4 || !FOLD, "dense products apply scales to sums");
-constexpr bool LATE_LIST = UP && SHARED > 0;        // tasks of the shared expert come before the list
-static_assert(!LATE_LIST || (CYCLIC && WK > 1), "each block begins with some of the shared expert");
-static_assert(!CYCLIC || UP, "rows in registers would change with every task");
 
 struct Params {
     const u8* w;             // codes in fragment order (layout of fragments.py)
@@ -88,9 +82,6 @@ struct Params {
     int picks, places;
     float limit;
     int early;               // launched programmatically: rings are filled before the rows are there
-#if SHARED
-    int shared;              // number of the first of its two halves, which lie behind the experts
-#endif
 };
 
 #include "stream_groups.cuh"
@@ -129,15 +120,10 @@ struct Picks {
 __device__ __forceinline__ Picks load_picks(const Params& p, int row_tile, int outer, int t) {
     Picks k = {};
     if (!FP4) return k;
-    const int place = outer - SHARED;
 #pragma unroll
     for (int n = 0; n < 2; n++) {
         const int row = row_tile * 8 + 2 * t + n;
-        if (SHARED && place < 0) {  // rows of their own behind the picks
-            k.of[n] = p.rows * p.picks + row, k.weight[n] = 1.f;
-            continue;
-        }
-        const int slot = p.slots[(row_tile * p.places + place) * 8 + 2 * t + n];
+        const int slot = p.slots[(row_tile * p.places + outer) * 8 + 2 * t + n];
         k.of[n] = slot < 0 ? -1 : row * p.picks + slot;
         k.weight[n] = UP && slot >= 0 ? p.weights[k.of[n]] : 0.f;
     }
@@ -187,15 +173,7 @@ __device__ __forceinline__ void finish(const Params& p, float (&sum)[2][4], int 
     for (int n = 0; n < 2; n++) {
         if (picks.of[n] < 0) continue;
         const u64 pick = picks.of[n];
-        if (SHARED && part < SHARED) {  // half a unit: 8 channels of gate and up, or 16 rows
-            const u64 own = part * p.units + unit;
-            if (UP) {
-                const float a = swiglu(sum[0][n], sum[0][n + 2], picks.weight[n], p.limit);
-                ((u16*)p.y)[pick * p.units * 16 + own * 8 + g] = low16(pack_bf16(a, 0.f));
-            } else {
-                *(u32*)((u16*)p.y + pick * p.units * 32 + own * 16 + 2 * g) = pack_bf16(sum[0][n], sum[0][n + 2]);
-            }
-        } else if (UP) {  // tile 0 is the gate, tile 1 the up map, of channels 16 unit + 2 g (+ 1)
+        if (UP) {  // tile 0 is the gate, tile 1 the up map, of channels 16 unit + 2 g (+ 1)
             float a = swiglu(sum[0][n], sum[1][n], picks.weight[n], p.limit);
             float b = swiglu(sum[0][n + 2], sum[1][n + 2], picks.weight[n], p.limit);
             *(u32*)((u16*)p.y + pick * p.units * 16 + unit * 16 + 2 * g) = pack_bf16(a, b);
@@ -209,11 +187,8 @@ __device__ __forceinline__ void finish(const Params& p, float (&sum)[2][4], int 
 // ---- the kernel ----------------------------------------------------------------------------
 
 struct Shared {
-    int experts[64 + SHARED];
+    int experts[64];
     int count;
-#if SHARED
-    alignas(8) u64 listed;
-#endif
     alignas(8) u64 full[2];
     alignas(8) u64 empty[2];
     alignas(16) float4 part[WK > 1 ? 2 : 1][WK > 1 ? WARPS : 1][2][32];
@@ -231,18 +206,20 @@ static_assert(sizeof(Shared) <= SHARED_BYTES, "the launcher reserves what the ke
 // A thread's part of one step.
 struct Step {
     uint4 codes[ST][FP4 ? 1 : 2];
-    u32 scales[ST];
+    u32 scales[ST][BYTES ? 4 : 1];   // bytes, or a word of four
     __device__ __forceinline__ void load(u32 at, u32 scales_at) {
 #pragma unroll
         for (int j = 0; j < ST; j++) {
 #ifndef BULK
             codes[j][0] = load_shared16(at + j * CODE_BYTES);
-            if (FP4) scales[j] = load_shared4(scales_at + j * 32);
+            if (FP4) scales[j][0] = load_shared4(scales_at + j * 32);
             else codes[j][FP4 ? 0 : 1] = load_shared16(at + j * CODE_BYTES + 512);
 #else
             codes[j][0] = load_shared16(at + j * WK * CODE_BYTES);
-            if (FP4) scales[j] = load_shared4(scales_at + j * WK * 32);
-            else codes[j][FP4 ? 0 : 1] = load_shared16(at + j * WK * CODE_BYTES + 512);
+#pragma unroll
+            for (int b = 0; b < (FP4 && BYTES ? 4 : 0); b++) scales[j][b] = load_shared1(scales_at + j * WK * 32 + b);
+            if (FP4 && !BYTES) scales[j][0] = load_shared4(scales_at + j * WK * 32);
+            if (!FP4) codes[j][FP4 ? 0 : 1] = load_shared16(at + j * WK * CODE_BYTES + 512);
 #endif
         }
     }
@@ -253,11 +230,7 @@ struct Step {
 struct Task {
     int outer, set;
     __device__ __forceinline__ void next(int sets) {
-#if CYCLIC
-        for (set += gridDim.x; set >= sets; outer++) set -= sets;
-#else
         if (++set == sets) set = 0, outer++;
-#endif
     }
 };
 
@@ -265,7 +238,7 @@ __device__ __forceinline__ void read_list(Shared& sh, const Params& p, int row_t
     int count = 0;
     for (int i = lane; i < 64; i += 32) {
         int expert = i < p.places ? __ldcg(p.experts + row_tile * p.places + i) : -1;
-        sh.experts[SHARED + i] = expert;
+        sh.experts[i] = expert;
         count += __popc(__ballot_sync(~0u, expert >= 0));
     }
     if (lane == 0) sh.count = count;
@@ -284,19 +257,15 @@ stream_kernel(const __grid_constant__ Params p) {
     Shared& sh = *(Shared*)raw;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, row_tile = blockIdx.y;
     const int sets = (p.units + WM - 1) / WM;
-    if (UP && !LATE_LIST) dependency_wait();  // before the list is read
+    if (UP) dependency_wait();  // before the list is read
     if (!FP4) launch_dependents();
     if (warp == 0) {
         // Down: the list is older than the kernel before this one.
-        if (FP4 && !LATE_LIST) read_list(sh, p, row_tile, lane);
+        if (FP4) read_list(sh, p, row_tile, lane);
         if (lane < 2 && WK > 1) {
             barrier_init(shared_address(&sh.full[lane]), WARPS * (EVERY_LANE ? 32 : 1));
             barrier_init(shared_address(&sh.empty[lane]), EVERY_LANE ? 32 : 1);
         }
-#if SHARED
-        if (lane < SHARED) sh.experts[lane] = p.shared + lane;
-        if (LATE_LIST && lane == 0) barrier_init(shared_address(&sh.listed), 1);
-#endif
 #ifdef BULK
         if (lane < DEPTH) {
             barrier_init(shared_address(&sh.ready[lane]), 1);
@@ -306,33 +275,10 @@ stream_kernel(const __grid_constant__ Params p) {
 #endif
     }
     __syncthreads();
-#if CYCLIC
-    auto tasks_of = [&](int places) { return (int)((places * sets + gridDim.x - 1 - blockIdx.x) / gridDim.x); };
-    const int first_task = 0;
-    int end_task = tasks_of(LATE_LIST ? SHARED : sh.count);
-    Task k = {(int)blockIdx.x / sets, (int)blockIdx.x % sets};
-#else
-    const int tasks = (FP4 ? SHARED + sh.count : SPLIT) * sets;
-#if EVEN
-    const int each = tasks / (int)gridDim.x, longer = tasks % (int)gridDim.x, block = blockIdx.x;
-    const int first_task = block * each + min(block, longer);
-    const int end_task = first_task + each + (block < longer ? 1 : 0);
-#else
+    const int tasks = (FP4 ? sh.count : SPLIT) * sets;
     const int first_task = (int)((u64)tasks * blockIdx.x / gridDim.x);
     const int end_task = (int)((u64)tasks * (blockIdx.x + 1) / gridDim.x);
-#endif
     Task k = {first_task / sets, first_task % sets};
-#endif
-    // Up with the shared expert: how many tasks there are is known with the list. Called before a
-    // task is compared with the last one.
-    bool listed = !LATE_LIST;
-    auto reach = [&](int task) {
-#if SHARED && CYCLIC
-        if (listed || task < end_task) return;
-        barrier_wait(shared_address(&sh.listed), 0);
-        end_task = tasks_of(SHARED + sh.count), listed = true;
-#endif
-    };
 
 #ifndef BULK
     if (warp == WARPS) {  // adds the warps' sums
@@ -340,7 +286,7 @@ stream_kernel(const __grid_constant__ Params p) {
     if (warp == PRODUCER) {  // copies what a step of all warps reads: it lies together
         if (lane == 0) {
             int slot = 0, turn = 0;
-            for (int task = first_task; reach(task), task < end_task; task++, k.next(sets))
+            for (int task = first_task; task < end_task; task++, k.next(sets))
                 for (int step = 0; step < STEPS; step++) {
                     const u32 ready = shared_address(&sh.ready[slot]), to = shared_address(sh.ring[slot]);
                     if (turn > 0) barrier_wait(shared_address(&sh.taken[slot]), turn - 1 & 1);
@@ -364,17 +310,10 @@ stream_kernel(const __grid_constant__ Params p) {
     if (WK > 1 && warp == WARPS) {  // adds the warps' sums
 #endif
         dependency_wait();
-#if SHARED
-        if (LATE_LIST) {
-            read_list(sh, p, row_tile, lane);
-            __syncwarp();
-            if (lane == 0) barrier_arrive(shared_address(&sh.listed));
-        }
-#endif
         if (FP4) launch_dependents();
         Picks picks;
         int held = -1;
-        for (int task = first_task; reach(task), task < end_task; task++, k.next(sets)) {
+        for (int task = first_task; task < end_task; task++, k.next(sets)) {
             const int turn = task - first_task, slot = turn & 1;
             if (held != k.outer) picks = load_picks(p, row_tile, k.outer, lane & 3), held = k.outer;
             barrier_wait(shared_address(&sh.full[slot]), turn >> 1 & 1);
@@ -444,13 +383,10 @@ stream_kernel(const __grid_constant__ Params p) {
     auto first_group = [&](const Task& k) { return FP4 ? wk : block_of(k) * p.groups + k.outer * WK * NG + wk; };
     // Rows are asked for before the rings are filled, or they would wait behind all these bytes; but
     // where the launch is early, they are not there yet.
-    reach(first_task);
     const bool some = first_task < end_task;
     RawRows raw_rows = {};
     if (UP || !p.early) {
-        // Up with the shared expert: the rows are older than the kernel before, the router, which
-        // lets this one start only after it has waited for them itself.
-        if (!LATE_LIST) dependency_wait();
+        dependency_wait();
         if (some) fetch_rows(raw_rows, p, row_tile, k.outer, first_group(k), g, t);
     }
     // Dense: one byte a group; thread i keeps that of group i.
@@ -463,7 +399,7 @@ stream_kernel(const __grid_constant__ Params p) {
     u64 from = 0;
 #pragma unroll
     for (int d = 0; d < DEPTH; d++) {
-        if (d && d % STEPS == 0) ahead++, k_ahead.next(sets), reach(ahead);
+        if (d && d % STEPS == 0) ahead++, k_ahead.next(sets);
         if (ahead < end_task) {
             if (d % STEPS == 0) {
                 from = start(k_ahead);
@@ -479,7 +415,7 @@ stream_kernel(const __grid_constant__ Params p) {
         if (some) fetch_rows(raw_rows, p, row_tile, k.outer, first_group(k), g, t);
     }
     // Not before the list is there: the down product reads it before it waits.
-    if (FP4 && !LATE_LIST) launch_dependents();
+    if (FP4) launch_dependents();
 
     Rows rows;
     Picks picks;
@@ -489,23 +425,38 @@ stream_kernel(const __grid_constant__ Params p) {
 #ifndef BULK
     u32 ring_at = mine;
 #endif
+#if !LATE
     Step next;
+#endif
 #ifndef BULK
     wait_copies<DEPTH - 1>();
     if (FP4) __syncwarp();  // scales are other threads' copies
     next.load(ring_at, scales_now + g * 4);
 #else
-    int at = 0, lap = 0;
-    auto take = [&]() {
-        barrier_wait(shared_address(&sh.ready[at]), lap & 1);
-        next.load(mine + at * SLOT_BYTES, my_scales + at * SLOT_BYTES);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(shared_address(&sh.taken[at]));
-        if (++at == DEPTH) at = 0, lap++;
+    // Where a step lies and how often its place has been used: known when compiled as far as can be.
+    auto place_of = [&](int turn, int step) -> int {
+        if (STEPS % DEPTH == 0) return step % DEPTH;
+        return DEPTH % STEPS == 0 ? turn % (DEPTH / STEPS) * STEPS + step : (turn * STEPS + step) % DEPTH;
     };
-    if (some) take();
+    auto lap_of = [&](int turn, int step) -> int {
+        if (STEPS % DEPTH == 0) return turn * (STEPS / DEPTH) + step / DEPTH;
+        return DEPTH % STEPS == 0 ? turn / (DEPTH / STEPS) : (turn * STEPS + step) / DEPTH;
+    };
+    const u32 ready = shared_address(&sh.ready[0]), taken = shared_address(&sh.taken[0]);
+    auto read_step = [&](Step& to, int turn, int step) {
+        const int at = place_of(turn, step);
+        barrier_wait(ready + 8 * at, lap_of(turn, step) & 1);
+        to.load(mine + at * SLOT_BYTES, my_scales + at * SLOT_BYTES);
+    };
+    auto give_back = [&](int turn, int step) {
+        __syncwarp();
+        barrier_arrive_if(taken + 8 * place_of(turn, step), lane == 0);
+    };
+#if !LATE
+    if (some) read_step(next, 0, 0), give_back(0, 0);
 #endif
-    for (int task = first_task; reach(task), task < end_task; task++, k.next(sets)) {
+#endif
+    for (int task = first_task; task < end_task; task++, k.next(sets)) {
         const int turn = task - first_task, slot = turn & 1;
         if (held != rows_of(k)) {
             fetch_rows(raw_rows, p, row_tile, k.outer, first_group(k), g, t);
@@ -526,10 +477,15 @@ stream_kernel(const __grid_constant__ Params p) {
             // What was read in the turn before is multiplied now. The step that comes DEPTH later
             // takes its place, and the next one is read.
 #endif
+#if LATE
+            Step now;
+            read_step(now, turn, step);
+#else
             const Step now = next;
+#endif
 #ifndef BULK
             const int step_ahead = (step + DEPTH) % STEPS;
-            if (step_ahead == 0 && (++ahead, reach(ahead), ahead < end_task)) k_ahead.next(sets), from = start(k_ahead);
+            if (step_ahead == 0 && ++ahead < end_task) k_ahead.next(sets), from = start(k_ahead);
             if (ahead < end_task) {
                 copy_step(from, ring_at, step_ahead);
                 if (step_ahead == 0) copy_scales(from, (step + DEPTH) / STEPS == 1 ? scales_next : scales_later);
@@ -543,16 +499,15 @@ stream_kernel(const __grid_constant__ Params p) {
                 if (FP4) __syncwarp();
                 next.load(ring_at, scales_next + g * 4);
             }
-#else
-            if (step + 1 < STEPS || (reach(task + 1), task + 1 < end_task)) take();
+#elif !LATE
+            const int later = step + 1 < STEPS ? step + 1 : 0, its_turn = step + 1 < STEPS ? turn : turn + 1;
+            if (later || task + 1 < end_task) read_step(next, its_turn, later), give_back(its_turn, later);
 #endif
 #pragma unroll
             for (int j = 0; j < ST; j++) {
                 const int i = step * ST + j, si = BF16_ROWS || FOLD ? 0 : i;
                 const float s0 = BF16_ROWS ? 1.f : rows.s[si][0], s1 = BF16_ROWS ? 1.f : rows.s[si][1];
-                if (SHARED && k.outer < SHARED) {
-                    multiply_half(acc[0], now.codes[j][0], now.scales[j], rows.x[i], s0, s1);
-                } else if (FP4) {
+                if (FP4) {
                     multiply_fp4(acc, now.codes[j][0], now.scales[j], rows.x[i], s0, s1);
                 } else {
                     const float scale = __uint_as_float(__shfl_sync(~0u, byte_now, i) << 23);
@@ -560,6 +515,9 @@ stream_kernel(const __grid_constant__ Params p) {
                     multiply_fp8(acc[1], now.codes[j][FP4 ? 0 : 1], scale, rows.x[i], s0, s1);
                 }
             }
+#if LATE
+            give_back(turn, step);
+#endif
         }
 #ifndef BULK
         const u32 freed = scales_now;

@@ -40,7 +40,6 @@ class _Params(ctypes.Structure):
         *((n, ctypes.c_int) for n in ("picks", "places")),
         ("limit", ctypes.c_float),
         ("early", ctypes.c_int),
-        ("shared", ctypes.c_int),
     )
 
 
@@ -101,22 +100,20 @@ def available(device: torch.device) -> bool:
     return True
 
 
-def macros(kind: int, plan: StreamPlan, output: int, *, shared: bool = False) -> dict[str, int]:
-    """Macros of one variant of stream.cu. `shared`: the shared expert is in the grid."""
+def macros(kind: int, plan: StreamPlan, output: int) -> dict[str, int]:
+    """Macros of one variant of stream.cu."""
     more = {"BULK": 1} if plan.bulk else {}
-    if shared:
-        more["SHARED"] = 2
-    if kind == UP and (shared or trials.on("cyclic")):
-        more["CYCLIC"] = 1
-    elif trials.on("even"):
-        more["EVEN"] = 1
+    if plan.bulk and trials.on("late"):
+        more["LATE"] = 1
+    if plan.bulk and kind >= UP and trials.on("bytes"):
+        more["BYTES"] = 1
     if trials.on("lanes"):
         more["EVERY_LANE"] = 1
     return {
         **more, "KIND": kind, "NG": plan.groups, "ST": plan.step, "WK": plan.across,
         "WM": plan.down,
         "SPLIT": plan.split, "DEPTH": plan.depth, "FOLD": plan.fold, "OUT": output,
-        "SHARED_BYTES": shared_bytes(kind, plan) + (32 if shared else 0),
+        "SHARED_BYTES": shared_bytes(kind, plan),
     }  # fmt: skip
 
 
@@ -137,10 +134,8 @@ def threads(plan: StreamPlan) -> int:
     return 32 * (plan.warps + (plan.across > 1) + plan.bulk)
 
 
-def _kernel(
-    device: torch.device, kind: int, plan: StreamPlan, output: int, *, shared: bool = False
-) -> build.Kernel:
-    made = macros(kind, plan, output, shared=shared)
+def _kernel(device: torch.device, kind: int, plan: StreamPlan, output: int) -> build.Kernel:
+    made = macros(kind, plan, output)
     return _loaded(device, tuple(made.items()), threads(plan))
 
 
@@ -166,17 +161,15 @@ def _checked(*tensors: Tensor) -> torch.device:
 
 
 def _launch(
-    device: torch.device, kind: int, w: Streamed, output: int, row_tiles: int, *,
-    shared: bool = False, **fields: object
-) -> None:  # fmt: skip
+    device: torch.device, kind: int, w: Streamed, output: int, row_tiles: int, **fields: object
+) -> None:
     programmatic = programmatic_launch()
     params = _Params(
-        shared=w.values.shape[0] - 2 if shared else 0, early=programmatic,
-        w=w.values.data_ptr(), ws=w.scales.data_ptr(), groups=w.cols // 32,
+        early=programmatic, w=w.values.data_ptr(), ws=w.scales.data_ptr(), groups=w.cols // 32,
         units=w.rows // 32, arrive=w.arrivals.data_ptr(),
         **{k: v.data_ptr() if isinstance(v, Tensor) else v for k, v in fields.items()},
     )  # fmt: skip
-    kernel = _kernel(device, kind, w.plan, output, shared=shared)
+    kernel = _kernel(device, kind, w.plan, output)
     grid = _multiprocessors(device) * w.plan.blocks, row_tiles
     kernel.launch(grid, params, programmatic=programmatic)
 
@@ -219,36 +212,28 @@ def gemv(
 
 def routed_up(
     codes: Tensor, scales: Tensor, experts: Tensor, slots: Tensor, weights: Tensor, w13: Streamed,
-    *, limit: float, shared: bool = False,
+    *, limit: float,
 ) -> Tensor:  # fmt: skip
     """FP8 rows [R, D] through the up half of their picked experts: bfloat16 [R * K, F], not yet
-    quantised (`routed_down` does it). Rows of picks that are -1 are left as they were.
-
-    `shared`: [R * K + R, F], the shared expert's activations behind the picks'. Under programmatic
-    launch codes and scales must be older than the kernel launched before this one."""
+    quantised (`routed_down` does it). Rows of picks that are -1 are left as they were."""
     device = _checked(codes, scales, experts, slots, weights, w13.values)
     rows, k = weights.shape
-    count = rows * (k + shared)
-    y = torch.empty(count, w13.rows // 2, dtype=torch.bfloat16, device=device)
+    y = torch.empty(rows * k, w13.rows // 2, dtype=torch.bfloat16, device=device)
     _launch(
         device, UP, w13, 0, rows // ROW_TILE, x=codes, xs=scales, y=y, experts=experts,
         slots=slots, weights=weights, rows=rows, x_width=w13.cols, picks=k,
-        places=experts.shape[1], limit=limit, shared=shared,
+        places=experts.shape[1], limit=limit,
     )  # fmt: skip
     return y
 
 
-def routed_down(
-    h: Tensor, experts: Tensor, slots: Tensor, w2: Streamed, *, picks: int, shared: bool = False
-) -> Tensor:
-    """h bfloat16 [R * K, F], quantised on the way, through the down half: bfloat16 [R * K, D].
-
-    `shared`: h [R * K + R, F] and [R * K + R, D], the shared expert's rows behind the picks'."""
+def routed_down(h: Tensor, experts: Tensor, slots: Tensor, w2: Streamed, *, picks: int) -> Tensor:
+    """h bfloat16 [R * K, F], quantised on the way, through the down half: bfloat16 [R * K, D]."""
     device = _checked(h, experts, slots, w2.values)
-    rows = h.shape[0] // (picks + shared)
+    rows = h.shape[0] // picks
     y = torch.empty(h.shape[0], w2.rows, dtype=torch.bfloat16, device=device)
     _launch(
         device, DOWN, w2, 0, rows // ROW_TILE, x=h, y=y, experts=experts, slots=slots, rows=rows,
-        x_width=w2.cols, picks=picks, places=experts.shape[1], shared=shared,
+        x_width=w2.cols, picks=picks, places=experts.shape[1],
     )  # fmt: skip
     return y

@@ -9,11 +9,12 @@ __device__ __forceinline__ float round_bf16(float v) { return bf16_value(pack_bf
 // Eight E2M1 codes -> halves of 2**-14 times them: the four A registers of one mma. A byte holds
 // one code in bits 7 3 2 1 (sign first) and another one in bits 0 6 5 4.
 __device__ __forceinline__ void unpack_e2m1(u32 w, u32 (&a)[4]) {
-    u32 v = ((w >> 3) & 0x0E0E0E0Eu) | ((w << 7) & 0x80808080u);
+    // Shifts to the left go to the multipliers, so what counts is everything else.
+    const u32 v = either(w >> 3, w << 7, 0x7F7F7F7Fu);
     a[0] = w & 0x8E008E00u;
     a[1] = (w << 8) & 0x8E008E00u;
-    a[2] = v & 0xFF00FF00u;
-    a[3] = __byte_perm(v, 0, 0x2404);
+    a[2] = v & 0x8E008E00u;
+    a[3] = (v << 8) & 0x8E008E00u;
 }
 // The arithmetic of kernels/rounding.py: bits of the power of two of a group's largest magnitude.
 __device__ __forceinline__ u32 scale_bits(float most) {
@@ -60,18 +61,11 @@ struct RawRows {
     float2 s[NG];  // FP8: scales of rows 2 t and 2 t + 1; folded: of row g
 };
 
-// What is read before the wait comes from the L2 cache, which the kernel that wrote it wrote to.
-template <class V> __device__ __forceinline__ V read_rows(const V* from) {
-    return LATE_LIST ? __ldcg(from) : *from;
-}
 __device__ __forceinline__ void fetch_rows(RawRows& r, const Params& p, int row_tile, int outer, int first, int g, int t) {
-    const int place = outer - SHARED;
     u64 row = row_tile * 8 + g;
     int slot = 0;
-    if (SHARED && DOWN && place < 0) {
-        row += p.rows * p.picks;
-    } else if (DOWN) {  // activations of a pick; a row without one counts as zeros
-        slot = p.slots[(row_tile * p.places + place) * 8 + g];
+    if (DOWN) {  // activations of a pick; a row without one counts as zeros
+        slot = p.slots[(row_tile * p.places + outer) * 8 + g];
         row = row * p.picks + max(slot, 0);
     }
     const u64 at = row * p.x_width + first * 32 + 8 * t;
@@ -81,11 +75,11 @@ __device__ __forceinline__ void fetch_rows(RawRows& r, const Params& p, int row_
         if (BF16_ROWS || DOWN) {
             if (slot >= 0) r.v[i] = *(const uint4*)((const u16*)p.x + at + i * 32 * WK);
         } else {
-            const uint2 two = read_rows((const uint2*)((const u8*)p.x + at + i * 32 * WK));
+            const uint2 two = *(const uint2*)((const u8*)p.x + at + i * 32 * WK);
             const float* scales = p.xs + (u64)(first + i * WK) * p.rows + row_tile * 8;
             r.v[i].x = two.x, r.v[i].y = two.y;
-            if (FOLD) r.s[i].x = read_rows(scales + g);
-            else r.s[i] = read_rows((const float2*)(scales + 2 * t));
+            if (FOLD) r.s[i].x = scales[g];
+            else r.s[i] = *(const float2*)(scales + 2 * t);
         }
     }
 }
@@ -140,7 +134,7 @@ __device__ __forceinline__ void add_scaled(float (&acc)[4], const float (&c)[4],
     acc[3] += c[3] * (FOLD ? bottom : bottom * s1);
 }
 
-__device__ __forceinline__ void multiply_fp4(float (&acc)[2][4], uint4 q, u32 scales, const u32 (&x)[X_WORDS], float s0, float s1) {
+__device__ __forceinline__ void multiply_fp4(float (&acc)[2][4], uint4 q, const u32 (&scales)[BYTES ? 4 : 1], const u32 (&x)[X_WORDS], float s0, float s1) {
     const u32 b0 = FOLD ? x[0] : halves_of_e4m3(low16(x[0]));
     const u32 b1 = FOLD ? x[1] : halves_of_e4m3(high16(x[0]));
     const u32 b2 = FOLD ? x[2 % X_WORDS] : halves_of_e4m3(low16(x[1]));
@@ -155,8 +149,13 @@ __device__ __forceinline__ void multiply_fp4(float (&acc)[2][4], uint4 q, u32 sc
     multiply(c, a, b2, b3, BF16_ROWS);
     unpack_e2m1(q.w, a);
     multiply(d, a, b2, b3, BF16_ROWS);
-    add_scaled(acc[0], c, scale_of<0>(scales), scale_of<1>(scales), s0, s1);
-    add_scaled(acc[1], d, scale_of<2>(scales), scale_of<3>(scales), s0, s1);
+    float scale[4] = {scale_of<0>(scales[0]), scale_of<1>(scales[0]), scale_of<2>(scales[0]), scale_of<3>(scales[0])};
+    if (BYTES) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) scale[i] = __uint_as_float(scales[i % (BYTES ? 4 : 1)] << 23);
+    }
+    add_scaled(acc[0], c, scale[0], scale[1], s0, s1);
+    add_scaled(acc[1], d, scale[2], scale[3], s0, s1);
 }
 
 // q: words (half, k step) of one block of 16 rows; a thread's bytes are 8 columns of two rows.
@@ -182,21 +181,4 @@ __device__ __forceinline__ void multiply_fp8(float (&acc)[4], uint4 q, float sca
     acc[1] += c[1] * f1;
     acc[2] += c[2] * f0;
     acc[3] += c[3] * f1;
-}
-
-// As much of the shared expert as lies in a group's 512 bytes: 16 rows in FP8 (words (half, k step)).
-// Rows' scales are those of `multiply_fp4`, whose halves are 2**-14 times the weights.
-__device__ __forceinline__ void multiply_half(float (&acc)[4], uint4 q, u32 scales, const u32 (&x)[X_WORDS], float s0, float s1) {
-    float c[4] = {0.f, 0.f, 0.f, 0.f};
-    const u32 words[2][2] = {{q.x, q.z}, {q.y, q.w}};
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-        const u32 a[4] = {halves_of_e4m3(low16(words[k][0])), halves_of_e4m3(low16(words[k][1])),
-                          halves_of_e4m3(high16(words[k][0])), halves_of_e4m3(high16(words[k][1]))};
-        const u32 b0 = FOLD ? x[2 * k % X_WORDS] : halves_of_e4m3(low16(x[k]));
-        const u32 b1 = FOLD ? x[(2 * k + 1) % X_WORDS] : halves_of_e4m3(high16(x[k]));
-        multiply(c, a, b0, b1, false);
-    }
-    constexpr float SMALL = 1.f / 16384.f;
-    add_scaled(acc, c, scale_of<0>(scales) * SMALL, scale_of<1>(scales) * SMALL, s0, s1);
 }

@@ -14,14 +14,12 @@ from deepdraft.errors import ConfigError
 
 SETTING = "DEEPDRAFT_TRIALS"
 NAMES = {
-    "shared": "the shared expert in the grid of the routed ones (read at load, too)",
-    "even": "blocks with one task more are the first ones",
-    "cyclic": "experts up: units are given to the blocks in turn",
-    "joined": "attention's chunks are combined by the block that arrives last",
-    "early": "the router lets the experts start when it has its rows",
-    "ahead": "attention has the output map's weights brought into the L2 cache",
-    "query": "the boundary has the query map's weights brought into the L2 cache",
-    "bulk": "plans with bulk copies, where they were faster alone (read at load)",
+    "late": "bulk copies: a step is read when it is multiplied",
+    "bytes": "experts: scales are read byte by byte",
+    "single": "the shared expert's up map: one block a multiprocessor (read at load)",
+    "mix": "mix coefficients are worked out later, beside large products",
+    "queries": "attention asks for its queries beside the addresses",
+    "combine": "attention's chunks are combined in CUDA C++",
     "lanes": "every lane arrives at the barriers of sums (racecheck; slower)",
 }
 _chosen: frozenset[str] | None = None

@@ -22,8 +22,6 @@ inline u32 times_bf16(u32 a, u32 b) {
     return pack_bf16(bf16_of(a & 0xFFFF) * bf16_of(b & 0xFFFF), bf16_of(a >> 16) * bf16_of(b >> 16));
 }
 
-inline int arrive(int* count) { return (*count)++; }
-inline float divide(float a, float b) { return a / b; }
 
 #define stream_kernel attend_kernel
 #include "run.cpp"

@@ -138,6 +138,8 @@ template <int N> void wait_copies() {
 }
 inline uint4 load_shared16(u32 at) { uint4 v; memcpy(&v, raw + at, 16); return v; }
 inline u32 load_shared4(u32 at) { u32 v; memcpy(&v, raw + at, 4); return v; }
+template <class T> T load_here(const T* from) { return *from; }
+inline u32 load_shared1(u32 at) { return raw[at]; }
 struct Barrier { u16 pending, count; u32 phase; };
 inline Barrier& barrier(u32 at) { return *(Barrier*)(raw + at); }
 inline void barrier_init(u32 at, u32 count) { barrier(at) = {(u16)count, (u16)count, 0}; }
@@ -145,15 +147,12 @@ inline void barrier_arrive(u32 at) {
     Barrier& b = barrier(at);
     if (--b.pending == 0) b.pending = b.count, b.phase++;
 }
+inline void barrier_arrive_if(u32 at, bool mine) { if (mine) barrier_arrive(at); }
 inline void barrier_wait(u32 at, u32 phase) { while ((barrier(at).phase & 1) == phase) give_way(); }
 inline void barrier_expect(u32 at, u32) { barrier_arrive(at); }
 inline void copy_bulk(u32 to, const u8* from, u32 bytes, u32) {
     if (to % 16 || bytes % 16 || (u64)from % 16) fprintf(stderr, "a copy is not aligned\n"), abort();
     memcpy(raw + to, from, bytes);
-}
-inline void prefetch_l2(const u8* from, u32 bytes) {
-    if (bytes % 16 || (u64)from % 16) fprintf(stderr, "a prefetch is not aligned\n"), abort();
-    volatile u8 first = from[0], last = from[bytes - 1];  // what it names must be there
 }
 inline void barriers_made() {}
 inline void dependency_wait() {}
@@ -190,6 +189,7 @@ inline float e4m3_value(u8 v) {
     float size = e ? ldexpf(8 + m, e - 10) : ldexpf(m, -9);
     return v & 128 ? -size : size;
 }
+inline u32 either(u32 a, u32 b, u32 mask) { return (a & mask) | (b & ~mask); }
 inline u32 halves_of_e4m3(u16 two) {
     return half_bits(e4m3_value(two & 255)) | (u32)half_bits(e4m3_value(two >> 8)) << 16;
 }
