@@ -32,7 +32,7 @@ race() {  # name, tool, trials, module, test
 }
 module test_native 4 $FORMS; module test_native 3 ""; module test_native_attend 1 ""
 module test_native_attend 1 queries,combine; module test_native_boundary 1 ""; module test_native_route 1 ""
-BULK="test_bulk_copies"; ATTEND="test_chunks {'shape': (64,"
+BULK="test_bulk_copies"; ATTEND="test_chunks {'shape': (20,"
 race race-late racecheck lanes,$FORMS test_native "$BULK"
 race race-combine racecheck queries,combine test_native_attend "$ATTEND"
 race mem-late memcheck $FORMS test_native "$BULK"
