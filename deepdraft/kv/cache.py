@@ -35,7 +35,7 @@ from deepdraft.kv.plan import (
     best_first,
     plans,
 )
-from deepdraft.kv.prefix import TOKEN_BYTES, PrefixIndex, common_prefix, token_array, token_bytes
+from deepdraft.kv.prefix import TOKEN_BYTES, PrefixIndex, token_array, token_bytes
 from deepdraft.kv.reuse import Hit, Resumed, WindowRebuilder, covers, label_of, match_of, worth
 from deepdraft.kv.settings import StoreSettings
 from deepdraft.kv.slab import Slab
@@ -482,11 +482,10 @@ class KvCache:
             marks = [(c.info.position, label_of(c.info)) for c in entry.checkpoints]
             index.insert(entry.id, entry.token_ids, marks)
             self.counters["stored"] += 1
-            whole = token_bytes(entry.token_ids)
             have = dict(marks)
             for other in match.entries if match else ():
-                theirs = index.tokens_of(other)
-                inside = common_prefix(theirs, whole) * 4 == len(theirs)
+                assert match is not None
+                inside = len(index.tokens_of(other)) == match.length * TOKEN_BYTES
                 old = self.memory.entries.get(other)
                 if inside and old is not None and entry.exact and covers(have, old):
                     self.memory.supersede(other)

@@ -28,8 +28,7 @@ from typing import Literal
 from deepdraft.kv.prefix import Match
 
 MOST_ENTRIES = 8
-"""Of those that share a prefix are tried, newest first: any will do, and thousands may share the
-system prompt."""
+"""Of those that share a prefix are tried, newest first: any will do."""
 HAS_DECODER, DECODER_REPLAYED, HAS_DRAFTER = 1, 2, 4
 """Bits of a checkpoint's label in the prefix tree."""
 

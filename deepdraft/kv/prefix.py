@@ -15,10 +15,14 @@ from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
 TOKEN_BYTES = 4
+MOST_MARKED, MOST_SHARING = 8, 64
+"""Thousands of conversations may share a system prompt and the checkpoint at its end; a few of them
+are enough to start from."""
 
 
 def token_array(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -45,8 +49,8 @@ class Node:
         """Entries by their next block, or by their last tokens."""
         self.keys: list[bytes] = []
         """Sorted keys of `owners`."""
-        self.marks: dict[bytes, dict[int, int]] = {}
-        """Checkpoints less than a block further: their tokens -> {entry: label}."""
+        self.marks: dict[bytes, dict[int, dict[int, None]]] = {}
+        """Checkpoints less than a block further: their tokens -> label -> entries, newest last."""
         self.places: list[bytes] = []
         """Sorted keys of `marks`."""
 
@@ -62,12 +66,15 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """`length` tokens are shared with every entry of `entries`, and with none are more."""
+    """`length` tokens are shared with every entry of `entries`, and with none are more.
+
+    Entries that are no longer than that are all named, of others `MOST_SHARING` ways to go on.
+    """
 
     length: int
     entries: frozenset[int]
     marks: tuple[Mark, ...]
-    """Furthest first."""
+    """Furthest first; of one place and label the newest `MOST_MARKED` entries."""
 
 
 def common_prefix(a: bytes, b: bytes) -> int:
@@ -131,7 +138,7 @@ class PrefixIndex:
             if rest not in node.marks:
                 node.marks[rest] = {}
                 insort(node.places, rest)
-            node.marks[rest][entry] = label
+            node.marks[rest].setdefault(label, {})[entry] = None
 
     def _at(self, tokens: bytes, position: int) -> tuple[Node, bytes]:
         blocks, rest = self._cut(tokens[: position * TOKEN_BYTES])
@@ -143,10 +150,13 @@ class PrefixIndex:
     def remove(self, entry: int) -> None:
         """Forget an entry and the branches that only it had."""
         tokens = self._tokens.pop(entry)
-        for position in self._marks.pop(entry):
+        for position, label in self._marks.pop(entry).items():
             node, rest = self._at(tokens, position)
-            del node.marks[rest][entry]
-            if not node.marks[rest]:
+            there = node.marks[rest]
+            del there[label][entry]
+            if not there[label]:
+                del there[label]
+            if not there:
                 del node.marks[rest]
                 del node.places[bisect_left(node.places, rest)]
         blocks, tail = self._cut(tokens)
@@ -204,9 +214,10 @@ class PrefixIndex:
 
     @staticmethod
     def _sharing(node: Node, start: bytes) -> set[int]:
-        """Entries below a node whose next tokens start with `start`."""
+        """Entries below a node whose next tokens start with `start`, those that end there first."""
         out: set[int] = set()
-        for key in node.keys[bisect_left(node.keys, start) :]:
+        first = bisect_left(node.keys, start)
+        for key in node.keys[first : first + MOST_SHARING]:
             if not key.startswith(start):
                 break
             out |= node.owners[key]
@@ -222,8 +233,9 @@ class PrefixIndex:
                 mark = node.places[place]
                 shared = common_prefix(mark, key) * TOKEN_BYTES
                 if shared == len(mark):
-                    for entry, label in node.marks[mark].items():
-                        yield Mark((at + shared) // TOKEN_BYTES, entry, label)
+                    for label, entries in node.marks[mark].items():
+                        for entry in islice(reversed(entries), MOST_MARKED):
+                            yield Mark((at + shared) // TOKEN_BYTES, entry, label)
                     if not shared:
                         break
                     shared -= TOKEN_BYTES
@@ -238,11 +250,12 @@ class PrefixIndex:
             assert node.keys == sorted(node.owners), node.keys
             assert set(node.children) <= set(node.owners)
             assert node.places == sorted(node.marks), node.places
-            for rest, entries in node.marks.items():
-                assert entries, "an empty mark"
-                for entry, label in entries.items():
-                    position = (depth + len(rest)) // TOKEN_BYTES
-                    marks.setdefault(entry, {})[position] = label
+            for rest, labels in node.marks.items():
+                assert labels and all(labels.values()), "an empty mark"
+                position = (depth + len(rest)) // TOKEN_BYTES
+                for label, entries in labels.items():
+                    for entry in entries:
+                        marks.setdefault(entry, {})[position] = label
             for key, owners in node.owners.items():
                 assert owners, "a branch without owners"
                 assert (key in node.children) == (len(key) == self.block)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepdraft.kv.prefix import Mark, PrefixIndex
+from deepdraft.kv.prefix import MOST_MARKED, MOST_SHARING, Mark, PrefixIndex
 
 B = 4
 
@@ -100,6 +100,28 @@ def test_a_system_prompt_is_shared_by_all_that_start_with_it() -> None:
         index.remove(entry)
     index.check()
     assert index.match(system) is None and len(index) == 0
+
+
+def test_of_a_crowd_a_few_are_named_and_all_that_end_there() -> None:
+    index, system = PrefixIndex(B), list(range(9))  # two nodes and one token
+    crowd = range(10 * MOST_SHARING)
+    for entry in crowd:
+        index.insert(entry, [*system, 50 + entry, 7], [(9, entry % 2)])
+    ends = {len(crowd), len(crowd) + 1}
+    for entry in ends:
+        index.insert(entry, system)
+    match = index.match([*system, 9, 9])
+    assert match is not None and match.length == 9
+    assert ends < match.entries and len(match.entries) <= MOST_SHARING + len(ends)
+    newest = {(m.entry, m.label) for m in match.marks}
+    assert newest == {(e, e % 2) for e in crowd[-2 * MOST_MARKED :]}
+    for entry in crowd[-2 * MOST_MARKED :]:
+        index.remove(entry)
+    match = index.match([*system, 9, 9])
+    assert match is not None and {m.entry for m in match.marks} == set(
+        crowd[-4 * MOST_MARKED : -2 * MOST_MARKED]
+    )
+    index.check()
 
 
 def test_the_index_starts_without_torch() -> None:
