@@ -46,11 +46,11 @@ from deepdraft.kernels.native import (  # noqa: E402
 from deepdraft.kernels.native.fragments import Streamed, StreamPlan  # noqa: E402
 
 Names = frozenset[str]
-ALONE = ("late", "late+bytes", "bytes", "single", "mix", "queries", "combine", "tuned")
+ALONE = ("late", "late+bytes", "bytes", "single", "latent", "mix", "queries", "combine", "tuned")
 """Tried alone. `tuned`: the plans of --plans."""
 SAME_BITS = frozenset({"late", "bytes", "single", "mix", "queries", "lanes"})
 """Forms that promise the usual bits; the others sum in another order or take other exponentials."""
-PLANS = frozenset({"single", "tuned"})
+PLANS = frozenset({"single", "latent", "tuned"})
 """Forms that are plans of weights."""
 ROWS = ((6, 22), (1, 6), (2, 11), (4, 18), (8, 25))
 DENSE = {
@@ -121,10 +121,11 @@ def wanted(tuned: dict[plans.Key, tuple[int, ...]]) -> list[tuple[str, dict[str,
                     (stream.DOWN, ("expert", 5120, 2304)),
                 ):
                     add("stream.cu", stream.macros(kind, StreamPlan(*table[key]), 0))
-            with trials.using(*names, "single"):
-                single = fragments.dense_stream_plan(4608, 5120)
-            if single is not None:
-                add("stream.cu", stream.macros(stream.FP8_ROWS, single, 0))
+            with trials.using(*names, "single", "latent"):
+                for rows in (4608, 1792):
+                    other = fragments.dense_stream_plan(rows, 5120)
+                    assert other is not None
+                    add("stream.cu", stream.macros(stream.FP8_ROWS, other, 0))
     for names in ((), ("queries",)):
         with trials.using(*names):
             add("attend.cu", attend.macros(32, attend.HEADS))

@@ -80,6 +80,8 @@ def dense_stream_plan(rows: int, cols: int) -> StreamPlan | None:
     if (found := MEASURED.get(("dense", rows, cols))) is not None:
         if trials.on("single") and rows == 4608:
             return StreamPlan(4, 2, 8, 1, 5, 6, 0, 1, 1)
+        if trials.on("latent") and (rows, cols) == (1792, 5120):
+            return StreamPlan(10, 2, 16, 1, 1, 5, 0, 1)
         return StreamPlan(*found) if found else None
 
     def cost(plan: StreamPlan) -> float:

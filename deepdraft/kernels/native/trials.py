@@ -17,6 +17,7 @@ NAMES = {
     "late": "bulk copies: a step is read when it is multiplied",
     "bytes": "experts: scales are read byte by byte",
     "single": "the shared expert's up map: one block a multiprocessor (read at load)",
+    "latent": "the latent map: all columns in a block, all weights under way (read at load)",
     "mix": "mix coefficients are worked out later, beside large products",
     "queries": "attention asks for its queries beside the addresses",
     "combine": "attention's chunks are combined in CUDA C++",
