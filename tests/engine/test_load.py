@@ -110,6 +110,23 @@ def test_a_cancelled_sequence_gives_its_memory_back(model: LoadedModel) -> None:
     engine.close()
 
 
+def test_no_more_run_than_there_is_memory_for(model: LoadedModel) -> None:
+    """`max_running` is what one asks for; the memory of sequences decides."""
+    loaded = model.runner.model  # type: ignore[attr-defined]
+    one = Runner(loaded, max_context=128).pool.allocated_bytes
+    runner = Runner(loaded, max_context=128, num_sequences=16, state_bytes=5 * one // 2)
+    assert runner.num_sequences == 2 and runner.pool.allocated_bytes <= 5 * one // 2
+    engine = Engine(runner, max_running=16)
+    streams = [engine.generate(ask(i)) for i in range(5)]
+    with torch.inference_mode():
+        while not engine._scheduler.idle:
+            engine._step_once()
+            assert engine._scheduler.num_running <= 2
+    assert [list(s)[-1].finish_reason for s in streams] == ["length"] * 5
+    with pytest.raises(ConfigError, match="raise state_memory, or lower max_context"):
+        Runner(loaded, max_context=128, state_bytes=one - 1)
+
+
 def test_the_fingerprint_tells_models_apart(copied: Path, model: LoadedModel) -> None:
     def fingerprint(**options: str) -> str:
         return load_engine(copied, EngineConfig(max_context=128, **options)).fingerprint  # type: ignore[arg-type]

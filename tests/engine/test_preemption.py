@@ -139,6 +139,27 @@ def test_a_preempted_request_is_cancelled_and_runs_out_of_time() -> None:
     assert one.reasons["a1"] == "abort" and fake.open_handles == set()
 
 
+@pytest.mark.parametrize("state", ["waiting", "reading", "decoding", "preempted"])
+def test_a_request_that_is_cancelled_ends_within_a_step(state: str) -> None:
+    fake = runner(max_tokens=1000)
+    one = Manual(fake, max_running=8, max_parked=1, prefill_chunk=8)
+    victim = {"waiting": "b", "reading": "c", "decoding": "a0", "preempted": "a1"}[state]
+    if state == "reading":
+        one.ask("c", (5,) * 500)
+    else:
+        crowd(one, 20)
+    one.step(0 if state == "waiting" else 2)
+    assert one.stat("parked") == (state in ("decoding", "preempted"))
+    read, said = sum(fake.chunks), len(one.tokens[victim])
+    assert (said > 0) == (state in ("decoding", "preempted"))
+    one.engine.cancel(victim)
+    one.step()
+    assert one.reasons == {victim: "abort"} and len(one.tokens[victim]) == said
+    assert state != "reading" or sum(fake.chunks) == read, "more of its prompt was read"
+    one.finish()
+    assert fake.open_handles == set()
+
+
 def test_a_running_request_out_of_time_ends_with_what_it_has() -> None:
     one = Manual(runner())
     one.ask("a", (50, 2), 100, deadline_s=5.0)
