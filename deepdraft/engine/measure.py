@@ -5,6 +5,7 @@ Owns: which sizes are timed, and how. Knows nothing of: requests, the engine's t
 
 import time
 from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ def measure_costs(
     Steps of one sequence by rows and of several sequences (the load) by rows of each, all of
     `context` tokens; blocks of drafts by sequences; and a sampled choice. As many sequences as
     there is room for. The best of `repeats` interleaved runs, as other work on the machine only
-    ever adds; and more rows count as no cheaper than fewer.
+    ever adds; and more rows count as no cheaper than fewer. A server corrects these figures by what
+    steps take (`spec.live`).
     """
     timer = _Timer(runner)
     # A short context leaves room for few rows behind a prompt of one token.
@@ -46,7 +48,8 @@ def measure_costs(
         timer.open(max(1, min(context, runner.max_tokens - max(*rows, *each) - 1)))
         counts = [n for n in SEQUENCES if n <= len(timer.sequences)]
         for _ in range(repeats + 1):
-            verify += [timer.step(1, n) for n in rows]
+            # Of one sequence twice: there every ms of the table is weighed, and steps are short.
+            verify += [timer.step(1, n) for n in (*rows, *rows)]
             verify += [timer.step(q, q * n) for q in counts[1:] for n in each]
             draft += [timer.draft(n) for n in counts]
             if getattr(runner, "shortens", False) and runner.block_size > SHORT:
@@ -86,9 +89,7 @@ class _Timer:
         self.context = 0
         self.sequences: list[Any] = []
         self.logits = torch.zeros(1, runner.vocab_size, device=self.device)
-        # On one CPU thread its own time is exact however busy the machine is.
-        alone = self.device.type == "cpu" and torch.get_num_threads() == 1
-        self.now = time.thread_time if alone else time.perf_counter
+        self.now = step_clock(self.device)
 
     def open(self, context: int) -> None:
         self.context = context
@@ -155,12 +156,26 @@ class _Timer:
 
 
 def _best(samples: list[Sample]) -> list[Sample]:
-    """The least ms of each size and load, never falling with the size."""
+    """The least ms of each size and load, never falling with the size: where more seem to take less
+    than fewer, all of them take their mean."""
     best: dict[tuple[float, int], float] = {}
     for size, load, ms in samples:
         best[load, size] = min(ms, best.get((load, size), ms))
     out: list[Sample] = []
-    for load, size in sorted(best):
-        floor = out[-1][2] if out and out[-1][1] == load else 0.0
-        out.append((size, load, max(floor, best[load, size])))
+    for load in sorted({load for load, _ in best}):
+        sizes = sorted(size for own, size in best if own == load)
+        pools: list[list[float]] = []
+        for size in sizes:
+            pools.append([best[load, size]])
+            while len(pools) > 1 and fmean(pools[-2]) > fmean(pools[-1]):
+                pools[-2:] = [pools[-2] + pools[-1]]
+        level = [fmean(pool) for pool in pools for _ in pool]
+        out += [(size, load, ms) for size, ms in zip(sizes, level, strict=True)]
     return out
+
+
+def step_clock(device: torch.device) -> Callable[[], float]:
+    """Seconds, for the times of steps. On one CPU thread its own are exact however busy the machine
+    is."""
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time if alone else time.perf_counter

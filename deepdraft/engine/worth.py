@@ -8,12 +8,12 @@ Nothing here sees target results before they are final, and times say only wheth
 drafts and how many of its drafts are verified (docs/speculation.md).
 """
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from deepdraft.engine.block import Block
+from deepdraft.engine.measure import step_clock
 from deepdraft.engine.request import crowd_gate
 from deepdraft.spec.costs import SHORT, Costs, StepCosts
 from deepdraft.spec.live import LiveCosts
@@ -183,10 +183,3 @@ def _sampled(blocks: Sequence[Block]) -> bool:
 def _num_sampled(blocks: Sequence[Block]) -> int:
     """Drafts that were chosen at a temperature."""
     return sum(block.num_drafted for block in blocks if block.request.source.sampling.temperature)
-
-
-def step_clock(device: torch.device) -> Callable[[], float]:
-    """Seconds, for the times of steps. On one CPU thread its own are exact however busy the machine
-    is."""
-    alone = device.type == "cpu" and torch.get_num_threads() == 1
-    return time.thread_time if alone else time.perf_counter

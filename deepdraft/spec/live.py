@@ -130,8 +130,10 @@ class LiveCosts:
         """Blocks of drafts, `num_sampled` of all of them at a temperature: how long they took."""
         told = self.start.draft_ms(num_sequences, size, block_size)
         news = _log_quotient(ms, told + num_sampled * self.start.sampled_draft)
-        if news is not None and self._speed is not None:
-            kind = self._drafts.setdefault((_size(num_sequences), size), _Kind())
+        if news is None or self._speed is None:
+            return
+        kind = self._drafts.setdefault((_size(num_sequences), size), _Kind())
+        if kind.weight < 1.0 or self._clock - self._last[True] <= NEAR:
             kind.add(news - self._speed)
 
     def wants_plain(self, load: int) -> bool:
