@@ -364,7 +364,8 @@ def test_expert_products(rows: int, gathered: bool) -> None:
             quantise=coarse,
         )
 
-    assert moe.gathers(rows, 3, experts) == gathered and moe.sorts(rows, experts) == (rows == 30)
+    assert moe.gathers(rows, 3, experts) == gathered
+    assert moe.sorts(rows, experts, 2 * d * f) == (rows == 30)
     if rows == 1:
         twice = (t.expand(2, -1) for t in (x, picks, weights))
         got = products(*twice, 1)[:1]  # a single row comes with its copy
@@ -380,3 +381,35 @@ def test_expert_products(rows: int, gathered: bool) -> None:
                 inner.append(w * a / (1 + math.exp(-a)) * b)
             want += coarse(torch.tensor(inner, dtype=torch.float64)) @ w2[e]
         close(got[r], want.tolist())
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_large_experts_are_not_copied_and_give_the_same_bits(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts, d, f = 12, 256, 128
+    w13, w2, x = rand(experts, d, 2 * f), rand(experts, f, d), rand(rows, d)
+    picks = torch.arange(3 * rows).view(rows, 3) % experts
+    arguments = [x, picks, rand(rows, 3, seed=3)]
+    if rows == 1:
+        arguments = [t.expand(2, -1) for t in arguments]
+
+    def products() -> Tensor:
+        y = moe.expert_products(
+            *arguments,
+            w13,
+            w2,
+            limit=math.inf,
+            num_rows=rows,
+            round_up=lambda t: t,
+            quantise=lambda t: t,
+        )
+        return y[:rows]
+
+    taken: list[int] = []
+    plain = moe._products
+    monkeypatch.setattr(moe, "_products", lambda *a: taken.append(1) or plain(*a))
+    direct = products()
+    assert len(taken) == 2
+    monkeypatch.setattr(moe, "LARGE_EXPERT", 2 * d * f + 1)
+    assert torch.equal(products(), direct) and len(taken) == 2
