@@ -187,6 +187,9 @@ class Handlers:
         self.sessions = Sessions(service)
         self._arriving = 0
         """Bytes of the bodies that are not whole yet."""
+        self._bodies: set[tuple[asyncio.AbstractEventLoop, asyncio.Timeout]] = set()
+        """Their loop and what ends them."""
+        service.on_drain = self.end_bodies
 
     def guard(self, handler: Handler) -> Callable[[Request], Awaitable[ASGIApp]]:
         """Turns every error of a handler into an answer."""
@@ -420,9 +423,12 @@ class Handlers:
         if length.isascii() and length.isdigit() and int(length) > limit:
             raise error
         body, patience_s = bytearray(), self.settings.body_timeout_s
-        begin = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        begin, patience = loop.time(), asyncio.timeout(patience_s)
+        one = loop, patience
+        self._bodies.add(one)
         try:
-            async with asyncio.timeout(patience_s) as patience:
+            async with patience:
                 async for part in request.stream():
                     if len(body) + len(part) > limit:
                         raise error
@@ -432,12 +438,25 @@ class Handlers:
                         raise Overloaded("too many large requests arrive at once; try again later")
                     patience.reschedule(begin + patience_s + len(body) / LEAST_BYTES_PER_S)
         except TimeoutError:
+            if self.service.state == "draining":
+                self.service.ready()  # raises
             raise BodyTooSlow(
                 f"only {len(body)} bytes of the body came in {patience_s:g} s; send it faster"
             ) from None
         finally:
             self._arriving -= len(body)
+            self._bodies.discard(one)
         return bytes(body)
+
+    def end_bodies(self) -> None:
+        """Answers the requests that are not whole yet, which would be refused anyway."""
+
+        def end(one: tuple[asyncio.AbstractEventLoop, asyncio.Timeout]) -> None:
+            if one in self._bodies:
+                one[1].reschedule(one[0].time())
+
+        for one in tuple(self._bodies):
+            one[0].call_soon_threadsafe(end, one)
 
 
 async def _nobody(scope: Scope, receive: Receive, send: Send) -> None:

@@ -41,6 +41,8 @@ class Service:
         """Answers by status, connections that were cut by reason."""
         self.on_failure: Callable[[], None] = lambda: None
         """Called on the loading thread when loading failed."""
+        self.on_drain: Callable[[], None] = lambda: None
+        """Called on any thread when new requests are no longer taken."""
         self._loader = loader
         self._engine: Engine | None = None
         self._view: ModelView | None = None
@@ -181,9 +183,11 @@ class Service:
 
     def begin_drain(self) -> None:
         """Takes no new requests; those at hand go on."""
-        self.state = "draining"
+        began, self.state = self.state != "draining", "draining"
         if self._engine is not None:
             self._engine.begin_drain()
+        if began:
+            self.on_drain()
 
     def cancel_all(self) -> None:
         """Ends every request at hand."""

@@ -1,9 +1,11 @@
 """The server on real sockets: load, clients that leave, many at once, signals, the openai SDK."""
 
+import contextlib
 import http.client
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -294,6 +296,33 @@ def test_sigterm_ends_a_long_stream_after_the_grace_period(
     error = json.loads(lines[-2].removeprefix("data: "))["error"]
     assert error["code"] == "overloaded" and "shutting down" in error["message"]
     assert server.wait() == 0
+    assert "Traceback" not in "".join(server.log)
+
+
+def num_tasks(server: Process) -> int:
+    found = re.search(r"http_tasks (\d+)", httpx.get(server.url() + "/metrics", timeout=60).text)
+    assert found is not None
+    return int(found[1])
+
+
+def test_sigterm_does_not_wait_for_requests_that_are_not_whole(
+    spawn: Callable[..., Process],
+) -> None:
+    server = spawn(drain_s=300, length=10, delay_s=0)
+    address = ("127.0.0.1", int(server.url().rsplit(":", 1)[1]))
+    with contextlib.ExitStack() as stack:
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+        sent = (b"", head, head + b"content-length: 500\r\n\r\n{")
+        parts, at_rest = [], num_tasks(server)
+        for content in sent:
+            parts.append(stack.enter_context(socket.create_connection(address, timeout=60)))
+            parts[-1].sendall(content)
+        until(lambda: num_tasks(server) > at_rest)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+        first, second, third = (part.recv(65536) for part in parts)
+    assert not first and not second and third.startswith(b"HTTP/1.1 503")
+    assert b"shutting down" in third
     assert "Traceback" not in "".join(server.log)
 
 
