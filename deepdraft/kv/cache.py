@@ -96,7 +96,7 @@ class KvCache:
             nodes=nearest_nodes(device),
         )
         self._pinned = Pinned(slab.array) if device.type == "cuda" else None
-        self.memory = Store(slab, self.settings, on_drop=self._dropped)
+        self.memory = Store(slab, self.settings, on_drop=self._dropped, trimmed=background)
         self.lock = self.memory.lock
         self.index = {e: PrefixIndex(NODE_BLOCKS * layout.block_tokens) for e in (True, False)}
         """By whether global KV is exact."""
@@ -360,6 +360,8 @@ class KvCache:
         def finish(entry: Entry = entry) -> None:
             self.publish(entry)
             then(number)
+            if self.memory.trimmed:
+                self.memory.trim()  # here, not in the engine's thread: it may write to disk
 
         if self._worker is None:
             finish()
@@ -535,10 +537,10 @@ class KvCache:
             self._forget_file(old)
         if file is None or any(f is file for f in self._files.values()):
             return
-        whole = token_bytes(entry.token_ids)
+        whole = file.manifest.tokens
         for other in list(self._files.values()):
-            theirs = token_bytes(other.manifest.token_ids)
-            if whole.startswith(theirs) and other.manifest.exact and entry.exact:
+            inside = whole.startswith(other.manifest.tokens)
+            if inside and other.manifest.exact and entry.exact:
                 self.spill.remove(other)
                 self._forget_file(other)
         self._index_file(file)

@@ -61,6 +61,8 @@ class SpillDir:
         self._opener = opener
         self.files: dict[Path, SnapshotFile] = {}
         """Least recently used first."""
+        self.total_bytes = 0
+        """Of all files."""
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
@@ -81,12 +83,11 @@ class SpillDir:
                 self.counters["damaged"] += 1
                 self._unlink(path)
             else:
-                self.files[path] = file
+                self._add(file)
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all files."""
-        return sum(f.offset + f.manifest.data_bytes for f in self.files.values())
+    def _add(self, file: SnapshotFile) -> None:
+        self.files[file.path] = file
+        self.total_bytes += file.offset + file.manifest.data_bytes
 
     def write(
         self, manifest: Manifest, chunks: Iterable[np.ndarray]
@@ -117,7 +118,7 @@ class SpillDir:
             self._unlink(partial)
             return None, gone
         self.counters["written"] += 1
-        self.files[path] = SnapshotFile(path, manifest, len(head))
+        self._add(SnapshotFile(path, manifest, len(head)))
         return self.files[path], gone
 
     def touch(self, file: SnapshotFile) -> None:
@@ -129,7 +130,8 @@ class SpillDir:
 
     def remove(self, file: SnapshotFile) -> SnapshotFile:
         """Delete a snapshot."""
-        self.files.pop(file.path, None)
+        if self.files.pop(file.path, None) is not None:
+            self.total_bytes -= file.offset + file.manifest.data_bytes
         self._unlink(file.path)
         return file
 

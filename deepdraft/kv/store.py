@@ -30,6 +30,8 @@ from deepdraft.kv.settings import StoreSettings
 from deepdraft.kv.slab import Slab, SlotState
 from deepdraft.kv.snapshot import digest
 
+TRIM_PAUSE_S = 1e-4
+
 
 class EntryState(enum.Enum):
     """See the module."""
@@ -106,9 +108,12 @@ class Store:
         *,
         clock: Callable[[], float] = time.monotonic,
         on_drop: Callable[[Entry, str], None] = lambda entry, why: None,
+        trimmed: bool = False,
     ) -> None:
-        """`on_drop(entry, reason)` runs under the lock, before anything of the entry changes."""
-        self.slab, self.settings = slab, settings or StoreSettings()
+        """`on_drop(entry, reason)` runs under the lock, before anything of the entry changes.
+        `trimmed`: another thread calls `trim` now and then, so a reservation evicts no more than it
+        needs."""
+        self.slab, self.settings, self.trimmed = slab, settings or StoreSettings(), trimmed
         self.clock, self.on_drop = clock, on_drop
         self.lock = threading.RLock()
         self.entries: dict[int, Entry] = {}
@@ -126,14 +131,16 @@ class Store:
     def reserve(self, count: int) -> list[int]:
         """`count` slots to write to, evicting where needed. Raises StoreFull; takes all or none.
 
-        Above the high-water mark entries are evicted down to the low one.
+        Above the high-water mark entries are evicted down to the low one, by `trim` where that is
+        called.
         """
         with self.lock:
             self.expire()
             total = self.slab.num_slots
-            if total - self.slab.num_free + count > self.settings.high_water * total:
-                spare = total - int(self.settings.low_water * total)
-                self._evict(max(count, min(spare, total)))
+            if self.trimmed:
+                self._evict(count)
+            elif total - self.slab.num_free + count > self.settings.high_water * total:
+                self._evict(max(count, self._spare))
             slots = self.slab.take(count)
             if slots is None:
                 self.counters["full"] += 1
@@ -143,6 +150,28 @@ class Store:
                 )
             self._reserved.update(slots)
             return slots
+
+    @property
+    def _spare(self) -> int:
+        """Free slots at the low-water mark."""
+        total = self.slab.num_slots
+        return total - int(self.settings.low_water * total)
+
+    def trim(self) -> None:
+        """Above the high-water mark, evict down to the low one. The lock is given up after each
+        entry: what an entry leaves behind (a file) takes its time."""
+        with self.lock:
+            total = self.slab.num_slots
+            if total - self.slab.num_free <= self.settings.high_water * total:
+                return
+            idle = self._idle()
+        for entry in idle:
+            with self.lock:
+                if self.slab.num_free >= self._spare:
+                    return
+                if self._is_idle(entry) and entry.id in self.entries:
+                    self.condemn(entry.id, "evicted")
+            time.sleep(TRIM_PAUSE_S)  # or nobody who waits for the lock gets it
 
     def unreserve(self, slots: Iterable[int]) -> None:
         """Give reserved slots back unused."""
@@ -409,16 +438,21 @@ class Store:
     def _evict(self, wanted: int) -> None:
         if self.slab.num_free >= wanted:
             return
-        idle = [
-            e
-            for e in self.entries.values()
-            if not e.pins and not e.leases and e.state in (EntryState.SEALED, EntryState.SUPERSEDED)
-        ]
-        idle.sort(key=lambda e: (e.state is EntryState.SEALED, e.last_used))
-        for entry in idle:
+        for entry in self._idle():
             if self.slab.num_free >= wanted:
                 break
             self.condemn(entry.id, "evicted")
+
+    @staticmethod
+    def _is_idle(entry: Entry) -> bool:
+        sealed = entry.state in (EntryState.SEALED, EntryState.SUPERSEDED)
+        return sealed and not entry.pins and not entry.leases
+
+    def _idle(self) -> list[Entry]:
+        """Entries that may go, the one that goes first in front."""
+        idle = [e for e in self.entries.values() if self._is_idle(e)]
+        idle.sort(key=lambda e: (e.state is EntryState.SEALED, e.last_used))
+        return idle
 
     def _free_if_condemned(self, entry: Entry) -> None:
         if entry.state is EntryState.CONDEMNED and not entry.pins and not entry.leases:

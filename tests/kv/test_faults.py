@@ -291,6 +291,35 @@ def test_evicted_conversations_come_back_from_disk(tmp_path: Path) -> None:
         assert kept.start(tokens) == 64
 
 
+def test_a_server_writes_to_disk_beside_its_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Down to the low-water mark in the cache's own thread, and nothing is lost on the way."""
+    kept = Kept(slots=100, spill=tmp_path, background=True)
+    writers, write = set(), SpillDir.write
+
+    def noting(*arguments: object) -> object:
+        writers.add(threading.current_thread().name.partition("_")[0])
+        return write(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SpillDir, "write", noting)
+    texts = [text(i, 64) for i in range(12)]
+    for tokens in texts:
+        assert kept.store(tokens)
+        kept.cache.flush()
+        kept.cache.check()
+        assert kept.cache.memory.slab.num_free >= 5
+    assert writers == {"deepdraft-kv"} and kept.cache.stats()["disk_files"] > 0
+    for tokens in texts:
+        assert kept.start(tokens) == 64
+    # An engine that is ahead of the thread gets what it needs, and no more goes for it.
+    free = kept.cache.memory.slab.num_free
+    kept.cache.memory.unreserve(kept.cache.memory.reserve(free + 1))
+    assert writers == {"deepdraft-kv", "MainThread"}
+    assert kept.cache.memory.slab.num_free < free + 40
+    kept.cache.close()
+
+
 def test_a_longer_conversation_on_disk_replaces_its_beginning(tmp_path: Path) -> None:
     kept = Kept(spill=tmp_path)
     kept.store(text(1, 40))
