@@ -257,8 +257,13 @@ stream_kernel(const __grid_constant__ Params p) {
     Shared& sh = *(Shared*)raw;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, row_tile = blockIdx.y;
     const int sets = (p.units + WM - 1) / WM;
-    if (UP) dependency_wait();  // before the list is read
+    const int wk = warp % WK, wm = warp / WK, g = lane >> 2, t = lane & 3;
     if (!FP4) launch_dependents();
+    RawRows raw_rows = {};
+    if (UP && warp < WARPS) {   // beside the list, not behind the weights
+        dependency_wait();
+        fetch_rows(raw_rows, p, row_tile, 0, wk, g, t);
+    }
     if (warp == 0) {
         // Down: the list is older than the kernel before this one.
         if (FP4) read_list(sh, p, row_tile, lane);
@@ -348,7 +353,6 @@ stream_kernel(const __grid_constant__ Params p) {
         return;
     }
 
-    const int wk = warp % WK, wm = warp / WK, g = lane >> 2, t = lane & 3;
 #ifndef BULK
     const u32 ring = shared_address(sh.ring[warp]), mine = ring + lane * 16;
     const u32 scale_ring = ring + DEPTH * STEP_BYTES;
@@ -384,10 +388,10 @@ stream_kernel(const __grid_constant__ Params p) {
     // Rows are asked for before the rings are filled, or they would wait behind all these bytes; but
     // where the launch is early, they are not there yet.
     const bool some = first_task < end_task;
-    RawRows raw_rows = {};
-    if (UP || !p.early) {
+    int own_slot = some ? load_slot(p, row_tile, k.outer, g) : 0;
+    if (!UP && !p.early) {
         dependency_wait();
-        if (some) fetch_rows(raw_rows, p, row_tile, k.outer, first_group(k), g, t);
+        if (some) fetch_rows(raw_rows, p, row_tile, own_slot, first_group(k), g, t);
     }
     // Dense: one byte a group; thread i keeps that of group i.
     auto scale_byte = [&](u64 from) -> u32 { return !FP4 && lane < NG ? p.ws[from + lane * WK] : 0; };
@@ -412,7 +416,7 @@ stream_kernel(const __grid_constant__ Params p) {
 #endif
     if (!UP && p.early) {
         dependency_wait();
-        if (some) fetch_rows(raw_rows, p, row_tile, k.outer, first_group(k), g, t);
+        if (some) fetch_rows(raw_rows, p, row_tile, own_slot, first_group(k), g, t);
     }
     // Not before the list is there: the down product reads it before it waits.
     if (FP4) launch_dependents();
@@ -459,7 +463,7 @@ stream_kernel(const __grid_constant__ Params p) {
     for (int task = first_task; task < end_task; task++, k.next(sets)) {
         const int turn = task - first_task, slot = turn & 1;
         if (held != rows_of(k)) {
-            fetch_rows(raw_rows, p, row_tile, k.outer, first_group(k), g, t);
+            fetch_rows(raw_rows, p, row_tile, load_slot(p, row_tile, k.outer, g), first_group(k), g, t);
             take_rows(rows, raw_rows, t);
             held = rows_of(k);
         }

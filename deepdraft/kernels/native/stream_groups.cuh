@@ -61,13 +61,13 @@ struct RawRows {
     float2 s[NG];  // FP8: scales of rows 2 t and 2 t + 1; folded: of row g
 };
 
-__device__ __forceinline__ void fetch_rows(RawRows& r, const Params& p, int row_tile, int outer, int first, int g, int t) {
+// Down: which pick of row g an expert works for, -1: none.
+__device__ __forceinline__ int load_slot(const Params& p, int row_tile, int outer, int g) {
+    return DOWN ? __ldcg(p.slots + (row_tile * p.places + outer) * 8 + g) : 0;
+}
+__device__ __forceinline__ void fetch_rows(RawRows& r, const Params& p, int row_tile, int slot, int first, int g, int t) {
     u64 row = row_tile * 8 + g;
-    int slot = 0;
-    if (DOWN) {  // activations of a pick; a row without one counts as zeros
-        slot = p.slots[(row_tile * p.places + outer) * 8 + g];
-        row = row * p.picks + max(slot, 0);
-    }
+    if (DOWN) row = row * p.picks + max(slot, 0);  // activations of a pick; a row without one counts as zeros
     const u64 at = row * p.x_width + first * 32 + 8 * t;
 #pragma unroll
     for (int i = 0; i < NG; i++) {
