@@ -13,9 +13,11 @@ from deepdraft.errors import ConfigError
 from deepdraft.proof import bench_accept, bench_drafted, bench_lossless
 from deepdraft.proof.plot_accept import plot
 from deepdraft.proof.prompts import Prompt, context_for, evenly, load_prompts
+from deepdraft.proof.replay import AsTold, replay, replay_fixed
 from deepdraft.server.service import bundled_checkpoint
 from deepdraft.spec.calibrate import Calibration, Observation
 from deepdraft.spec.costs import CostTable, StepCosts
+from deepdraft.spec.live import LiveCosts
 from deepdraft.text.tokenizer import Tokenizer
 
 MODEL = bundled_checkpoint()
@@ -75,16 +77,15 @@ def test_replay_counts_tokens_and_ms() -> None:
         Observation(raw=(-9.0,), num_accepted=0),
     ]
 
-    def replay(fixed: int | None, sampled: bool = False) -> tuple[float, float]:
-        return bench_accept.replay(blocks, COSTS, Calibration(), sampled=sampled, fixed=fixed)
-
-    assert replay(0) == (3, 30.0)
-    assert replay(1) == (2 + 2 + 1, 3 * 3 + 3 * 11)
-    assert replay(3) == (4 + 2 + 1, 3 * 3 + 13 + 13 + 11)
+    greedy, sampled = AsTold(COSTS), AsTold(COSTS, sampled=True)
+    assert replay_fixed(blocks, greedy, 0) == (3, 30.0)
+    assert replay_fixed(blocks, greedy, 1) == (2 + 2 + 1, 3 * 3 + 3 * 11)
+    assert replay_fixed(blocks, greedy, 3) == (4 + 2 + 1, 3 * 3 + 13 + 13 + 11)
     # Sampled: half a ms for each row, a quarter for each draft made.
-    assert replay(3, sampled=True) == (7, 46 + 7 * 0.25 + (4 + 4 + 2) * 0.5)
+    assert replay_fixed(blocks, sampled, 3) == (7, 46 + 7 * 0.25 + (4 + 4 + 2) * 0.5)
     # By cost: rows are cheap, so two whole blocks; the hopeless draft is cut after it was made.
-    assert replay(None) == (4 + 2 + 1, 3 * 3 + 13 + 13 + 10)
+    by_cost = replay(blocks, greedy, LiveCosts(COSTS), Calibration())
+    assert by_cost == (4 + 2 + 1, 3 * 3 + 13 + 13 + 10)
 
 
 @pytest.fixture(scope="module")
