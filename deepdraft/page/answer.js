@@ -86,8 +86,8 @@ export class Answer {
     const bottom = nearBottom();
     let left = false;
     if (this.reasoning.text) {
-      this.reasoning.align(final || this.content.text !== "");
-      left = this.thoughtsView.update(final || this.content.text !== "");
+      this.reasoning.align(final);
+      left = this.thoughtsView.update(final);
       this.fold.hidden = false;
     }
     this.content.align(final);
@@ -131,6 +131,7 @@ export class Answer {
   // Ends the answer. `reason`: the finish reason, "stopped", or "error" with a `message`.
   finish(reason, message = "") {
     if (this.frame) cancelAnimationFrame(this.frame);
+    const bottom = nearBottom();
     this.frame = 0;
     this.reason = reason;
     this.times.end ||= performance.now();
@@ -143,6 +144,7 @@ export class Answer {
     if (text) this.say(text, reason === "error");
     this.node.setAttribute("aria-busy", "false");
     this.offer();
+    if (bottom) toBottom();
   }
 
   offer() {

@@ -28,12 +28,18 @@ function headers(more = {}) {
   return apiKey ? { ...more, authorization: `Bearer ${apiKey}` } : more;
 }
 
+// What an error of the API says, whatever it is made of.
+function told({ error }) {
+  const what = error.message ?? error;
+  return typeof what === "string" ? what : JSON.stringify(what);
+}
+
 async function refuse(response) {
-  let message = `the server answered ${response.status}`;
+  let message = "";
   try {
-    message = (await response.json()).error.message || message;
+    message = told(await response.json());
   } catch { /* no JSON: the status says enough */ }
-  throw new ApiError(message, response.status);
+  throw new ApiError(message || `the server answered ${response.status}`, response.status);
 }
 
 export async function models() {
@@ -77,13 +83,12 @@ export async function chat(body, signal, onChunk) {
       if (!line.startsWith("data:")) continue;
       const data = line.slice(5).trim();
       if (data === "[DONE]") return;
-      let chunk;
+      let chunk = null;
       try {
         chunk = JSON.parse(data);
-      } catch {
-        throw new ApiError("the server sent what is no JSON", 0);
-      }
-      if (chunk?.error) throw new ApiError(String(chunk.error.message ?? chunk.error), 0);
+      } catch { /* nor is null a chunk */ }
+      if (!chunk) throw new ApiError("the server sent what is no JSON object", 0);
+      if (chunk.error) throw new ApiError(told(chunk), 0);
       onChunk(chunk);
     }
     if (done) throw new ApiError("the stream broke off before the end of the answer", 0);

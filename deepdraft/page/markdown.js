@@ -477,6 +477,7 @@ export class MarkdownView {
   update(final) {
     const { list, track } = this;
     const limit = Math.max(this.upto, track.limit(final));
+    if (limit === this.upto && !final) return false;
     this.upto = final ? limit : Math.min(limit, this.upto + AT_ONCE);
     if (this.upto < limit && /[\ud800-\udbff]/.test(track.text[this.upto - 1])) this.upto--;
     list.lines.length = list.whole;

@@ -240,13 +240,21 @@ def test_what_the_page_does_not_know(open_page: Callable[..., Opened]) -> None:
     for _ in range(3):
         answer.locator(".strip-view").press("ArrowRight")
     assert answer.locator(".strip-view").get_attribute("aria-valuemax") == "2"
-    # What is no JSON is told as what it is.
-    tab.page.unroute("**/v1/chat/completions")
-    tab.page.route(
-        "**/v1/chat/completions",
-        lambda route: route.fulfill(body="data: {oh\n\n", content_type="text/event-stream"),
-    )
-    assert "no JSON" in tab.ask().locator(".note.bad").inner_text()
+    # What is no JSON is told as what it is, and what is no message as it is.
+    odd = {
+        "{oh": "the server sent what is no JSON object",
+        "null": "the server sent what is no JSON object",
+        '{"error": {"message": {"a": [1]}}}': '{"a":[1]}',
+        '{"error": 7}': "7",
+    }
+    for data, said in odd.items():
+        tab.page.unroute("**/v1/chat/completions")
+        body = f"data: {data}\n\n"
+        tab.page.route(
+            "**/v1/chat/completions",
+            lambda route: route.fulfill(body=body, content_type="text/event-stream"),  # noqa: B023
+        )
+        assert tab.ask().locator(".note.bad").inner_text() == said
     assert tab.complaints == []
 
 

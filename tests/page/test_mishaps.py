@@ -152,27 +152,36 @@ def test_signs_that_cannot_be_seen_are_named(open_page: Callable[..., Opened]) -
     ]  # fmt: skip
 
 
-def test_an_answer_that_breaks_off(open_page: Callable[..., Opened]) -> None:
-    """What came is kept, sent with the next question, and not called no answer."""
-    tab = open_page()
+def trickle(tab: Opened, deltas: list[dict[str, str]], *, breaks: bool) -> None:
+    """The next answer: deltas, each drawn before the next comes, and then an end or none."""
     tab.page.evaluate(
-        """() => {
-        const chunk = { choices: [{ delta: { content: "Half" } }] };
+        """([deltas, breaks]) => {
+        const frame = () => new Promise((done) => requestAnimationFrame(done));
+        const say = (data) => new TextEncoder().encode(`data: ${data}\\n\\n`);
         const real = window.fetch;
         window.fetch = (address, options) => {
           if (!String(address).endsWith("completions")) return real(address, options);
           window.fetch = real;
-          let sent = false;
           return Promise.resolve(new Response(new ReadableStream({
-            pull(stream) {
-              if (sent) return stream.error(new TypeError("network error"));
-              sent = true;
-              stream.enqueue(new TextEncoder().encode(`data: ${JSON.stringify(chunk)}\\n\\n`));
+            async pull(stream) {
+              for (let i = 0; i < 3; i++) await frame();
+              const delta = deltas.shift();
+              if (delta) return stream.enqueue(say(JSON.stringify({ choices: [{ delta }] })));
+              if (breaks) return stream.error(new TypeError("network error"));
+              stream.enqueue(say("[DONE]"));
+              stream.close();
             },
           })));
         };
-        }"""
+        }""",
+        [deltas, breaks],
     )
+
+
+def test_an_answer_that_breaks_off(open_page: Callable[..., Opened]) -> None:
+    """What came is kept, sent with the next question, and not called no answer."""
+    tab = open_page()
+    trickle(tab, [{"content": "Half"}], breaks=True)
     answer = tab.ask("First")
     assert answer.locator("[data-track=content]").inner_text() == "Half"
     assert answer.locator(".note.bad").inner_text() == "Broken off: network error"
@@ -180,3 +189,18 @@ def test_an_answer_that_breaks_off(open_page: Callable[..., Opened]) -> None:
         tab.ask("Second", "Whole.")
     told = [m["content"] for m in json.loads(sent.value.post_data)["messages"]]
     assert told == ["First", "Half", "Second"]
+
+
+def test_thoughts_among_the_words(open_page: Callable[..., Opened]) -> None:
+    """Nothing of them is lost where they go on after the answer has begun."""
+    tab = open_page()
+    parts = [
+        ("reasoning_content", "It is"),
+        ("content", "So"),
+        ("reasoning_content", " not\n\n- x"),
+    ]
+    trickle(tab, [{kind: text} for kind, text in [*parts, ("content", " be it.")]], breaks=False)
+    answer = tab.ask()
+    answer.locator("summary").click()
+    assert answer.locator("[data-track=reasoning]").inner_text().split() == "It is not x".split()
+    assert answer.locator("[data-track=content]").inner_text() == "So be it."
