@@ -5,6 +5,7 @@ Knows nothing of: prompts, sampling, signals, sockets. Importing it does not imp
 """
 
 import asyncio
+import codecs
 import contextlib
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sized
@@ -78,6 +79,13 @@ class BodyTooSlow(RequestError):
 
     http_status = 408
     code = "request_timeout"
+
+
+class BodyEncoded(RequestError):
+    """The body is compressed."""
+
+    http_status = 415
+    code = "unsupported_encoding"
 
 
 def json_response(
@@ -416,7 +424,13 @@ class Handlers:
 
     async def body(self, request: Request) -> bytes:
         """The request's body. Raises BodyTooLarge before more than the limit is held, BodyTooSlow
-        where it does not arrive."""
+        where it does not arrive, BodyEncoded where it is compressed."""
+        encoding = request.headers.get("content-encoding", "identity").strip().lower()
+        if encoding not in ("", "identity"):
+            raise BodyEncoded(
+                f"bodies are read as they are, not with content-encoding {encoding[:40]!r}; send "
+                "the JSON text itself"
+            )
         limit = self.settings.max_body_bytes
         error = BodyTooLarge(f"the body is larger than the {limit} bytes this server reads")
         length = request.headers.get("content-length", "")
@@ -446,7 +460,8 @@ class Handlers:
         finally:
             self._arriving -= len(body)
             self._bodies.discard(one)
-        return bytes(body)
+        # Some clients of Windows begin texts with a mark.
+        return bytes(body).removeprefix(codecs.BOM_UTF8)
 
     def end_bodies(self) -> None:
         """Answers the requests that are not whole yet, which would be refused anyway."""

@@ -1,5 +1,6 @@
 """Every kind of bad request: its status, its message, and that the server serves on."""
 
+import gzip
 import json
 import re
 import threading
@@ -213,6 +214,26 @@ def test_a_body_over_the_limit_is_413(shared: Client, declared: bool) -> None:
     error = error_of(shared.request("POST", "/v1/chat/completions", content=content), 413)
     assert "20000 bytes" in error["message"] and error["code"] == "body_too_large"
     still_serves(shared)
+
+
+def test_a_compressed_body_is_415(shared: Client) -> None:
+    content = gzip.compress(b'{"messages": [{"role": "user", "content": "Hi"}]}')
+    for encoding in ("gzip", "br, gzip"):
+        response = shared.request(
+            "POST",
+            "/v1/chat/completions",
+            content=content,
+            headers={"content-encoding": encoding},
+        )
+        assert encoding in error_of(response, 415)["message"]
+    still_serves(shared)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(shared: Client) -> None:
+    content = b'\xef\xbb\xbf{"messages": [{"role": "user", "content": "Hi"}]}'
+    headers = {"content-encoding": "identity"}
+    response = shared.request("POST", "/v1/chat/completions", content=content, headers=headers)
+    assert response.status_code == 200, response.text
 
 
 def test_an_unknown_model_is_404_and_lists_the_known_ones(shared: Client) -> None:
