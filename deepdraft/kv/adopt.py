@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deepdraft.kv.cache import KvCache
+from deepdraft.kv.prefix import Path
 from deepdraft.kv.snapshot import ChunkRef, Manifest
 from deepdraft.kv.store import CheckpointData, Chunk
 
@@ -32,13 +33,18 @@ def known_chunks(cache: KvCache, manifest: Manifest, names: Sequence[bytes]) -> 
 
 
 def adopt(
-    cache: KvCache, manifest: Manifest, parts: Sequence[int | Chunk], names: Sequence[bytes]
+    cache: KvCache,
+    manifest: Manifest,
+    parts: Sequence[int | Chunk],
+    names: Sequence[bytes],
+    path: Path | None = None,
 ) -> int:
     """The entry's number.
 
     `manifest`: checked, with the cache's chunk size; `parts`: for each of its chunks in stored
     order a reserved slot whose bytes have the manifest's digest, or one of `known_chunks`, whose
-    hold is taken over. `names`: `names_of` the manifest.
+    hold is taken over. `names`: `names_of` the manifest; `path`: of
+    `KvCache.publish`.
     """
     free = iter(parts)
 
@@ -62,5 +68,5 @@ def adopt(
     )
     assert next(free, None) is None, "a slot without a chunk"
     entry.fetched = True
-    cache.publish(entry)
+    cache.publish(entry, path)
     return entry.id

@@ -36,6 +36,7 @@ from deepdraft.kv.plan import (
     plans,
 )
 from deepdraft.kv.prefix import TOKEN_BYTES, PrefixIndex, token_array, token_bytes
+from deepdraft.kv.prefix import Path as TokenPath
 from deepdraft.kv.reuse import Hit, Resumed, WindowRebuilder, covers, label_of, match_of, worth
 from deepdraft.kv.settings import StoreSettings
 from deepdraft.kv.slab import Slab
@@ -474,15 +475,15 @@ class KvCache:
             keys.append(key)
         return keys
 
-    def publish(self, entry: Entry) -> None:
-        """Seal an entry, make it findable, and mark those that it contains."""
+    def publish(self, entry: Entry, path: TokenPath | None = None) -> None:
+        """Seal an entry, make it findable (`path`: the index's), mark those that it contains."""
         digests = self.memory.hash(entry)
         with self.lock:
             self.memory.seal(entry, digests)
             index = self.index[entry.exact]
-            match = index.match(entry.token_ids)
+            match = index.match(path := path or index.path(entry.token_ids))
             marks = [(c.info.position, label_of(c.info)) for c in entry.checkpoints]
-            index.insert(entry.id, entry.token_ids, marks)
+            index.insert(entry.id, path, marks)
             self.counters["stored"] += 1
             have = dict(marks)
             for other in match.entries if match else ():

@@ -265,16 +265,17 @@ class Fetcher:
                 if not isinstance(part, Chunk)
             ]
             reading = Reading(transport, work, deadline_s=self.settings.deadline_s)
-            began = time.perf_counter()
+            began, paths = time.perf_counter(), []
+            index = self.cache.index[wanted.exact]
             try:
-                reading.run()
+                reading.run(lambda: paths.append(index.path(wanted.token_ids)))
             finally:
                 self._note("read", time.perf_counter() - began)
                 self._note("verify", reading.verify_s)
             closed = _ask(link, wire.Close())
             if not isinstance(closed, wire.Closed) or not closed.valid:
                 raise SnapshotError("the peer's lease did not hold while it was read")
-            entry = adopt(self.cache, wanted, parts, names)
+            entry = adopt(self.cache, wanted, parts, names, *paths)
             slots, known = [], []
             read = sum(len(piece.into) for piece in work)
             return Fetched("hit", entry, wanted.num_tokens, read)

@@ -77,6 +77,15 @@ class Match:
     """Furthest first; of one place and label the newest `MOST_MARKED` entries."""
 
 
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A conversation's way through the tree, made ahead (`PrefixIndex.path`)."""
+
+    tokens: bytes
+    keys: list[bytes]
+    """Of its whole nodes."""
+
+
 def common_prefix(a: bytes, b: bytes) -> int:
     """Tokens that two keys share at their start."""
     n = min(len(a), len(b)) // TOKEN_BYTES * TOKEN_BYTES
@@ -106,20 +115,28 @@ class PrefixIndex:
         whole = len(tokens) // self.block * self.block
         return [tokens[i : i + self.block] for i in range(0, whole, self.block)], tokens[whole:]
 
+    def path(self, token_ids: Sequence[int] | np.ndarray) -> Path:
+        """What `match` and `insert` spend most of their time on; any thread may make it."""
+        tokens = token_bytes(token_ids)
+        keys = self._cut(tokens)[0]
+        for key in keys:
+            hash(key)  # a key remembers it
+        return Path(tokens, keys)
+
     def insert(
         self,
         entry: int,
-        token_ids: Sequence[int] | np.ndarray,
+        token_ids: Sequence[int] | np.ndarray | Path,
         checkpoints: Iterable[tuple[int, int]] = (),
     ) -> None:
         """Add an entry: its tokens, and (position, label) of each of its checkpoints."""
         assert entry not in self._tokens, f"{entry=} is in the index"
-        tokens = token_bytes(token_ids)
+        path = token_ids if isinstance(token_ids, Path) else self.path(token_ids)
+        tokens, most = path.tokens, len(path.tokens) // TOKEN_BYTES
         self._tokens[entry], self._marks[entry] = tokens, dict(checkpoints)
-        assert all(0 < p <= len(token_ids) for p in self._marks[entry]), self._marks[entry]
-        blocks, tail = self._cut(tokens)
+        assert all(0 < p <= most for p in self._marks[entry]), self._marks[entry]
         node = self._root
-        for key in [*blocks, tail]:
+        for key in [*path.keys, tokens[len(path.keys) * self.block :]]:
             if not key:
                 break
             owners = node.owners.get(key)
@@ -179,13 +196,18 @@ class PrefixIndex:
         """Tokens of an entry as it was inserted."""
         return self._tokens[entry]
 
-    def match(self, token_ids: Sequence[int] | np.ndarray) -> Match | None:
+    def _ways(self, token_ids: Sequence[int] | np.ndarray | Path) -> tuple[bytes, Iterable[bytes]]:
+        if isinstance(token_ids, Path):
+            return token_ids.tokens, token_ids.keys
+        tokens, size = token_bytes(token_ids), self.block
+        return tokens, (tokens[i : i + size] for i in range(0, len(tokens) - size + 1, size))
+
+    def match(self, token_ids: Sequence[int] | np.ndarray | Path) -> Match | None:
         """The longest prefix of `token_ids` that any entry starts with; None when empty."""
-        tokens = token_bytes(token_ids)
+        tokens, keys = self._ways(token_ids)
         node, path, depth = self._root, [self._root], 0
         owners: set[int] = set()
-        while len(tokens) - depth >= self.block:
-            key = tokens[depth : depth + self.block]
+        for key in keys:
             if key not in node.children:
                 break
             owners = node.owners[key]

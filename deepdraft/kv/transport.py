@@ -137,14 +137,19 @@ class Reading:
         """Seconds spent on digests, beside the arrival."""
         return sum(line.verify_s for line in self._lines)
 
-    def run(self) -> None:
-        """Returns when all bytes are there and right, else raises what went wrong first."""
+    def run(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Returns when all bytes are there and right, else raises what went wrong first.
+        `meanwhile`: short work of the caller's, done while bytes arrive."""
         end = time.monotonic() + self.deadline_s
         readers = []
         for read in self.transport.readers(self.num_pieces):
             self._lines.append(line := Line(self._take))
             readers.append(self._thread(lambda read=read, line=line: read(line)))  # type: ignore[misc]
         checkers = [self._thread(line.check) for line in self._lines]
+        try:
+            meanwhile()
+        except Exception as error:
+            self._fail(error)
         for thread in readers:
             thread.join(max(0.0, end - time.monotonic()))
             if thread.is_alive():
