@@ -5,6 +5,7 @@ Knows nothing of: where answers come from.
 """
 
 import contextlib
+import re
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -147,6 +148,18 @@ class Chat:
             self.messages.pop()
 
 
+# To a terminal they are orders: it would clear the screen, change its title or fill the clipboard.
+# Halves of surrogate pairs cannot be written at all.
+_SIGNS = {c: f"\\x{c:02x}" for c in range(160) if not 32 <= c < 127}
+_SIGNS |= {ord("\t"): "\t", ord("\n"): "\n", ord("\r"): ""}
+_HALVES = re.compile(r"[\ud800-\udfff]")
+
+
+def harmless(text: str) -> str:
+    """A text of a model with the characters that a terminal would obey spelled out."""
+    return _HALVES.sub("\ufffd", text.translate(_SIGNS))
+
+
 class Printer:
     """Writes chunks as they come, reasoning dim, and remembers the content."""
 
@@ -162,13 +175,13 @@ class Printer:
             thought = delta.get("reasoning_content") or delta.get("reasoning")
             if thought:
                 self.reasoning += thought
-                click.echo(click.style(thought, dim=True), nl=False)
+                click.echo(click.style(harmless(thought), dim=True), nl=False)
             text = delta.get("content")
             if text:
                 if self.reasoning and not self.content:
                     click.echo("\n")
                 self.content += text
-                click.echo(text, nl=False)
+                click.echo(harmless(text), nl=False)
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
 
     def end(self) -> None:

@@ -166,6 +166,16 @@ def test_a_conversation_remembers(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "let me\n\nHello\nAgain\n\n"
 
 
+def test_no_answer_gives_orders_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor is one lost that holds half a character; what is remembered is what was said."""
+    orders = "a\x1b]0;title\x07\r\n\tb\x9b2J\x7f \ud83d Größe 🎲"
+    chat = talk(Script([thought("\x1b[2J"), said(orders, "stop")]), "Hi")
+    shown = capsys.readouterr().out
+    assert "a\\x1b]0;title\\x07\n\tb\\x9b2J\\x7f \ufffd Größe 🎲" in shown
+    assert "\\x1b[2J" in shown and "\x1b[2J" not in shown
+    assert chat.messages[-1]["content"] == orders
+
+
 def test_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     backend = Script([said("a", "stop")], [said("b", "stop")], [said("c", "stop")])
     lines = ["one", "/think off", "two", "/reset", "/think on", "three", "/think", "/help", "/exit"]
