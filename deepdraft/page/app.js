@@ -229,6 +229,7 @@ function fit() {
 function openPanel(open) {
   root.classList.toggle("panel-open", open);
   $("panel-toggle").setAttribute("aria-expanded", open);
+  if ($("panel").contains(document.activeElement) && !inUse(document.activeElement)) $("panel-toggle").focus();
 }
 
 let served = ""; // the model's name

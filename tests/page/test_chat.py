@@ -441,8 +441,9 @@ def test_narrow_screens(open_page: Callable[..., Opened]) -> None:
     assert wide <= 360
     assert not tab.page.is_visible("#params")
     tab.page.click("#panel-toggle")
-    assert tab.page.is_visible("#p-temperature")
+    tab.page.fill("#p-temperature", "0.5")
     tab.page.keyboard.press("Escape")
+    assert tab.page.evaluate("() => document.activeElement.id") == "panel-toggle"
     assert not tab.page.is_visible("#params")
 
 
