@@ -99,7 +99,7 @@ def runner_of(args: argparse.Namespace) -> Any:
     plan = prefill_plan(sizes, context, torch.cuda.mem_get_info()[0] - (4 << 30), None)
     model.prefill_chunk = plan.rows
     runner = GpuRunner(model, prefill="encoder", max_context=context, num_sequences=4)
-    model.warm_prefill()
+    runner.warm_prefill()
     return runner
 
 

@@ -115,6 +115,7 @@ def loaded(results: Results, args, sizes, ceilings, plans, device: str) -> None:
     )
     assert isinstance(bench, bench_prefill.PrefillBench), "the weights could not be made"
     results.data["load"] = {"seconds": bench.load_seconds, "GB": bench.weights.nbytes / 1e9}
+    results.data["library_has_the_same_bits"] = bench.library
     with torch.inference_mode():
         if "kernels" in parts:
             import prefill_kernels

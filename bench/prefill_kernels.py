@@ -83,7 +83,7 @@ class Kernels:
         space = torch.empty((w.rows + 64) * w.cols, dtype=torch.bfloat16, device=self.device)
         whole = pu.unpack_dense(w, space)
         runs["unpack"] = lambda: pu.unpack_dense(w, space)
-        for p in variants(self.plans.plain, stages=(4,), band=(4,), warps=(4,)):
+        for p in variants(self.plans.plain, stages=(3,)):
             runs[f"plain {short(p)}"] = lambda p=p: pu.plain_gemm(
                 x, whole, w.rows, blocks=blocks, plan=p
             )
@@ -136,7 +136,7 @@ class Kernels:
 
         runs["unpack"] = unpack
         unpack()
-        for plan in variants(plain, stages=(4,), programs=(264,)):
+        for plan in variants(plain, stages=(3,), programs=(264,)):
             found = pe.sort_picks(picks, count, tall=plan.tall)
             runs[f"plain {short(plan)}"] = lambda p=plan, s=found: multiply(p, s)
         return self.times(runs, 2.0 * picks.numel() * used.rows * used.cols, float(used.nbytes))
@@ -157,6 +157,13 @@ class Kernels:
         whole = pu.unpack_dense(w, space)
         got = pu.plain_gemm(x, whole, w.rows, dtype=torch.float32, plan=self.plans.plain)
         found["unpacked first"] = torch.equal(got, first)
+        picks, weights = (t[:rows].contiguous() for t in self.picks())
+        v, e, outputs = self.halves(rows, self.args.hidden_size), self.layer.experts, []
+        for plan in (self.plans.experts, pe.few_picks(self.plans.experts, 8)):
+            s = pe.sort_picks(picks, self.args.n_routed_experts, tall=plan.tall)
+            h = pe.sorted_up(v, s, weights, e.w13, limit=10.0, plan=plan)
+            outputs.append(pe.sorted_down(h, s, e.w2, rows=rows, plan=plan))
+        found["experts, lower tiles"] = torch.equal(*outputs)
         found["cublas"] = torch.equal(x @ whole[: w.rows].t(), first.bfloat16())
         return found
 
@@ -193,9 +200,12 @@ class Kernels:
 
     def index_plans(self, base: pi.IndexPlan) -> list[pi.IndexPlan]:
         """What is tried with keys that are unpacked first."""
-        found = variants(base, turns=(4,), entries=(64,), rows=(2,))
-        wide = dataclasses.replace(base, rows=8, entries=64, turns=16)
-        return [*found, wide, dataclasses.replace(base, rows=8, warps=8)][:MOST]
+        changes = (
+            {}, {"entries": 64, "stages": 3, "turns": 16}, {"entries": 64, "stages": 4},
+            {"warps": 8, "stages": 3}, {"rows": 8, "entries": 64, "stages": 3, "turns": 16},
+            {"rows": 8, "entries": 64, "stages": 3, "warps": 8, "turns": 16},
+        )  # fmt: skip
+        return [dataclasses.replace(base, **change) for change in changes][:MOST]
 
     def attention(self) -> dict[str, object]:
         """Sparse attention, lists anywhere in the cache."""
@@ -239,10 +249,10 @@ class Kernels:
                 x, self.layer.attn_norm, y=y, shared=shared, coef=coef, mix=mix,
                 iters=args.hc_sinkhorn_iters, eps=args.hc_eps, norm_eps=args.rms_norm_eps, plan=p,
             )
-            for p in (
-                *variants(self.plans.streams, rows=(64,), stages=(1,)),
-                dataclasses.replace(self.plans.streams, rows=64, stages=1),
-            )[:MOST]
+            for p in [
+                dataclasses.replace(self.plans.streams, **change)
+                for change in ({}, {"rows": 32}, {"warps": 8}, {"rows": 32, "stages": 3})
+            ][:MOST]
         }  # fmt: skip
         return self.times(runs, 0.0, 2.0 * rows * d * (2 * s + k + 4))
 

@@ -137,8 +137,17 @@ class GpuRunner(Runner):
             state_bytes=state_bytes,
         )
         if on_gpu:
-            model.warm_prefill()
+            runner.warm_prefill()
         return runner
+
+    def warm_prefill(self) -> None:
+        """Compile, capture and take the memory of what prompts run, where they are chunks."""
+        self.model.warm_prefill()
+        window = self.model.args.sliding_window
+        if self.model.prefill_chunk and window < self.max_tokens:
+            sequence = self.open_sequence()
+            self.prefill(sequence, [0] * window, final=True)
+            self.close_sequence(sequence, scrub=True)
 
 
 def prefill_plan(

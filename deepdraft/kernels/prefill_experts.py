@@ -7,7 +7,7 @@ Which picks share a tile changes no row's bits: a pick is one column of the prod
 Letters: R rows, K picks of a row, E experts, D hidden, F expert width, T row tiles.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -21,7 +21,7 @@ from deepdraft.kernels.native.fragments import Streamed
 from deepdraft.kernels.prefill_gemm import quantized_values
 from deepdraft.kernels.prefill_weights import pair_rows, pair_tile, stored
 from deepdraft.kernels.rounding import round_bf16, to_bf16_rne
-from deepdraft.kernels.runtime import check, launch
+from deepdraft.kernels.runtime import check, launch, next_power
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,15 @@ class ExpertPlan:
 
 
 PLAN = ExpertPlan()
+
+
+def few_picks(plan: ExpertPlan, each: float) -> ExpertPlan:
+    """The plan for `each` picks of an expert on average: tiles that few of them fill, which are
+    lower and narrower. A tile's sides change no bit."""
+    tall = next_power(int(1.6 * each), 16)
+    if tall >= plan.tall:
+        return plan
+    return replace(plan, tall=tall, wide=min(plan.wide, 64))
 
 
 @dataclass(frozen=True, slots=True)

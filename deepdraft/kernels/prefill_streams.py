@@ -27,7 +27,7 @@ from deepdraft.kernels.runtime import check, launch, next_power
 class StreamPlan:
     """`rows` of a program, `channels` at a time (powers of two of 16 and 32 at least)."""
 
-    rows: int = 32
+    rows: int = 64
     channels: int = 32
     warps: int = 4
     stages: int = 2

@@ -37,7 +37,7 @@ class PlainPlan:
     wide: int = 256
     deep: int = 64
     warps: int = 8
-    stages: int = 3
+    stages: int = 4
     band: int = 16
     programs: int = 132
 
@@ -215,15 +215,19 @@ def plain_gemm(
     blocks: int = 1,
     dtype: torch.dtype = torch.bfloat16,
     quantize: bool = False,
+    out: Tensor | None = None,
     plan: PlainPlan = PLAN,
 ) -> Tensor:
-    """As `prefill_gemm.gemm`, with w bfloat16 [>= outputs, K] as `unpack_dense` gives it."""
+    """As `prefill_gemm.gemm`, with w bfloat16 [>= outputs, K] as `unpack_dense` gives it. `out`:
+    contiguous, for the result."""
     rows, cols = x.shape[0], w.shape[1]
     wide = plan.wide
     while blocks > 1 and outputs // blocks % wide:
         wide //= 2
     device = check(x, w)
-    y = torch.empty(rows, outputs, dtype=dtype, device=device)
+    y = torch.empty(rows, outputs, dtype=dtype, device=device) if out is None else out
+    if y.shape != (rows, outputs) or y.dtype != dtype or not y.is_contiguous():
+        raise ValueError(f"{y.shape} {y.dtype} does not hold {rows} x {outputs} values in {dtype}")
     launch(
         plain_gemm_kernel, (triton.cdiv(outputs, wide) * triton.cdiv(rows, plan.tall),),
         w, x, y, rows, outputs, cols, x.shape[1], outputs // blocks, cols if blocks > 1 else 0,

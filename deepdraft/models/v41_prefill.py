@@ -20,8 +20,16 @@ from torch import Tensor
 from deepdraft.errors import StateError
 from deepdraft.models.state import SequenceState
 from deepdraft.models.v41_buffers import DeviceCaches
-from deepdraft.models.v41_prefill_layers import Flow, Plans, PrefillLayers, make_chunk
+from deepdraft.models.v41_prefill_layers import (
+    LIBRARY_ROWS,
+    Chunk,
+    Flow,
+    Plans,
+    PrefillLayers,
+    make_chunk,
+)
 from deepdraft.models.v41_weights import ModelWeights
+from deepdraft.telemetry import logger
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +55,26 @@ Watch = Callable[[Progress], bool]
 """Called between chunks; False: stop here."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Replayed:
+    """A captured replay: its inputs, its outputs, and what must live as long as it."""
+
+    chunk: Chunk
+    x: Tensor
+    pre: Tensor
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor
+    taps: Tensor | None
+    buffers: tuple[object, ...]
+
+    def run(self, chunk: Chunk, x: Tensor, pre: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The replay of another sequence's last window."""
+        self.chunk.copy_(chunk)
+        self.x.copy_(x), self.pre.copy_(pre)
+        self.graph.replay()
+        return self.logits.clone(), None if self.taps is None else self.taps.clone()
+
+
 class DevicePrefill:
     """Prompts of the sequences of one pool."""
 
@@ -63,6 +91,8 @@ class DevicePrefill:
             raise StateError(f"a chunk has a multiple of 8 rows, got {chunk}")
         self.chunk, self.args = chunk, weights.args
         self.layers = PrefillLayers(weights, caches, plans=plans)
+        self._tried = False
+        self._replayed: _Replayed | None = None
 
     def warm(self) -> None:
         """One chunk without a row: kernels are compiled, and the device memory that chunks need
@@ -75,6 +105,8 @@ class DevicePrefill:
         source = self.args.decoder_start
         self.layers.run(chunk, flow, range(source), table_rows=table_rows)
         self.layers.write_entries(chunk, flow, source)
+        if self.chunk >= LIBRARY_ROWS:
+            self.layers.prove_library()
 
     def encode(self, state: SequenceState, ids: list[int], *, watch: Watch | None = None) -> int:
         """Encoder layers, and the decoder's global KV, on new tokens; returns how many were taken:
@@ -132,18 +164,45 @@ class DevicePrefill:
             layers.caches, state.token_ids[start:], slot=state.slot, first=start,
             floors=(state.encoder_floor, state.decoder_floor), write_from=n,
         )  # fmt: skip
-        flow = Flow(_padded(x[-held:], chunk.rows), pre=_padded(pre[-held:], chunk.rows))
-        taps = None
+        x, pre = _padded(x[-held:], chunk.rows), _padded(pre[-held:], chunk.rows)
+        whole = held == args.sliding_window and not all_rows
+        if whole and self._replayed is not None:
+            logits, taps = self._replayed.run(chunk, x, pre)
+        else:
+            wanted = slice(0, held) if all_rows else slice(held - 1, held)
+            logits, taps = self._decode(chunk, x, pre, wanted)
+            if whole and x.is_cuda and not self._tried:
+                self._tried = True
+                self._replayed = self._capture(chunk, x, pre, wanted)
+        state.decoder_tokens = n
+        state.tail = None
+        return logits, None if taps is None else taps[:held], start
+
+    def _decode(
+        self, chunk: Chunk, x: Tensor, pre: Tensor, wanted: slice
+    ) -> tuple[Tensor, Tensor | None]:
+        """The decoder's layers: logits of the wanted rows, taps of all."""
+        args, layers, taps = self.args, self.layers, None
+        flow = Flow(x, pre=pre)
         if layers.num_taps:
             taps = x.new_empty(chunk.rows, layers.num_taps * args.hidden_size)
         layers.run(
             chunk, flow, range(args.decoder_start, args.num_hidden_layers), write=False, taps=taps
         )
-        wanted = slice(0, held) if all_rows else slice(held - 1, held)
-        logits = layers.logits(flow, wanted)
-        state.decoder_tokens = n
-        state.tail = None
-        return logits, None if taps is None else taps[:held], start
+        return layers.logits(flow, wanted), taps
+
+    def _capture(self, chunk: Chunk, x: Tensor, pre: Tensor, wanted: slice) -> _Replayed | None:
+        """The replay of a whole window as one graph: it is hundreds of short launches, which the
+        host would take longer for than the device. None where it cannot be captured."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                logits, taps = self._decode(chunk, x, pre, wanted)
+        except RuntimeError:
+            logger.warning("the decoder's replay is not captured and stays slow", exc_info=True)
+            return None
+        return _Replayed(chunk, x, pre, graph, logits, taps, self.layers.buffers)
 
     def _keep_tail(self, state: SequenceState, flow: Flow, count: int) -> None:
         """The streams that enter the decoder, of the last window: [n, S, D] and their mix."""

@@ -34,6 +34,7 @@ from deepdraft.kernels import (
     routing,
     rows,
 )
+from deepdraft.kernels.prefill_experts import few_picks
 from deepdraft.kernels.prefill_streams import Entered, Mix
 from deepdraft.kernels.runtime import padded_rows
 from deepdraft.models.v41_buffers import DECODER, ENCODER, DeviceCaches
@@ -48,6 +49,8 @@ from deepdraft.models.v41_weights import (
 
 _SELECT_ROWS = 16
 """Rows whose scores are held at once where a second level restricts them (the decoder's replay)."""
+LIBRARY_ROWS = 8192
+"""Rows of a product that torch's library makes (`PrefillLayers.prove_library`)."""
 _WINDOW_TURN, _MAIN_TURN, _PAIR_TURN = range(3)
 
 
@@ -113,6 +116,25 @@ class Chunk:
     blocks: list[index.Blocks] = field(default_factory=list)
     values: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Main entries and index keys of this sequence as bf16, of the source that was used last."""
+
+    def copy_(self, other: Chunk) -> None:
+        """Take over another chunk of as many rows: every tensor keeps its place."""
+        assert (self.rows, self.count) == (other.rows, other.count)
+        pairs = [
+            *zip(self._tensors(), other._tensors(), strict=True),
+            (self.kept[1], other.kept[1]),
+            (self.pending[1], other.pending[1]),
+        ]
+        for mine, theirs in pairs:
+            mine.copy_(theirs)
+
+    def _tensors(self) -> list[Tensor]:
+        found = [self.ids, self.positions, *(t for pair in self.turns for t in pair)]
+        found += [self.window_dest, self.before, self.ring_before]
+        groups: list[dict[Any, Tensor]] = [self.window_first, self.base, self.reach, self.entry]
+        for group in groups:
+            found += [group[key] for key in sorted(group)]
+        return found
 
     @property
     def end(self) -> int:
@@ -200,7 +222,13 @@ class PrefillLayers:
         self._window: Tensor | None = None
         self._unpacked: Tensor | None = None
         self._entries: tuple[Tensor, Tensor] | None = None
+        self._proven: set[tuple[int, int]] = set()
         self._held: prefill_index.Candidates | None = None
+
+    @property
+    def buffers(self) -> tuple[object, ...]:
+        """Those that are made anew when a longer chunk comes."""
+        return self._window, self._held
 
     # ---- what a chunk runs -----------------------------------------------------------------
 
@@ -272,7 +300,42 @@ class PrefillLayers:
         if x.shape[0] < plans.plain_rows:
             return prefill_gemm.gemm(x, w, plan=plans.gemm, **options)
         unpacked = prefill_unpacked.unpack_dense(w, self._space(x.device))
-        return prefill_unpacked.plain_gemm(x, unpacked, w.rows, plan=plans.plain, **options)
+        if options or (w.rows, w.cols) not in self._proven:
+            return prefill_unpacked.plain_gemm(x, unpacked, w.rows, plan=plans.plain, **options)
+        rows, first = x.shape[0], 0
+        y = torch.empty(rows, w.rows, dtype=x.dtype, device=x.device)
+        while rows - first >= LIBRARY_ROWS:
+            some = slice(first, first + LIBRARY_ROWS)
+            torch.mm(x[some], unpacked[: w.rows].t(), out=y[some])
+            first += LIBRARY_ROWS
+        if first < rows:
+            prefill_unpacked.plain_gemm(
+                x[first:], unpacked, w.rows, out=y[first:], plan=plans.plain
+            )
+        return y
+
+    def prove_library(self) -> dict[str, bool]:
+        """Which products torch's own library makes with the same bits as ours, from random
+        operands: it makes those from now on, in two thirds of the time. It picks a kernel by the
+        shape, so it always gets LIBRARY_ROWS rows at once and ours makes the rest."""
+        found: dict[str, bool] = {}
+        if not self.first_mix.is_cuda:
+            return found
+        weights: list[Weight] = []
+        for layer in self.weights.layers[: self.args.decoder_start]:
+            weights += [layer.attention.w_in, layer.attention.w_query, layer.attention.wo_b]
+            weights += [layer.experts.shared13, layer.experts.shared2]
+            weights += [] if layer.engram is None else [layer.engram.wkv]
+        for size, w in {(w.rows, w.cols): w for w in weights}.items():
+            outputs, cols = size
+            x = torch.randn(LIBRARY_ROWS, cols, dtype=torch.bfloat16, device=self.first_mix.device)
+            unpacked = prefill_unpacked.unpack_dense(w, self._space(x.device))
+            ours = prefill_unpacked.plain_gemm(x, unpacked, outputs, plan=self.plans.plain)
+            same = torch.equal(x @ unpacked[:outputs].t(), ours)
+            found[f"{outputs} x {cols}"] = same
+            if same:
+                self._proven.add(size)
+        return found
 
     def _space(self, device: torch.device) -> Tensor:
         """Room for unpacked weights."""
@@ -482,7 +545,7 @@ class PrefillLayers:
         limit, plans, experts = self.args.swiglu_limit, self.plans, w.gate.rows
         (rows, each), (hidden, width) = picks.shape, (w.w2.rows, w.w2.cols)
         if picks.numel() < plans.plain_picks * experts:
-            plan = plans.experts
+            plan = few_picks(plans.experts, picks.numel() / experts)
             found = prefill_experts.sort_picks(picks, experts, tall=plan.tall)
             h = prefill_experts.sorted_up(v, found, weights, w.w13, limit=limit, plan=plan)
             return prefill_experts.sorted_down(h, found, w.w2, rows=rows, plan=plan)

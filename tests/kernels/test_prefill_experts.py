@@ -8,6 +8,7 @@ from deepdraft.kernels.native import fragments
 from deepdraft.kernels.prefill_experts import (
     PLAN,
     ExpertPlan,
+    few_picks,
     sort_picks,
     sorted_down,
     sorted_up,
@@ -91,6 +92,13 @@ def test_picks_are_sorted_into_tiles():
     flat = picks.flatten()
     for expert, first, end in live:
         assert all(flat[order[at]] == expert for at in range(first, min(first + 2, end)))
+
+
+def test_few_picks_have_lower_tiles():
+    talls = [few_picks(PLAN, each).tall for each in (0.1, 8, 16, 30, 64, 500)]
+    assert talls == [16, 16, 32, 64, 128, 128]
+    assert few_picks(PLAN, 500) is PLAN and few_picks(PLAN, 8).wide == 64
+    assert few_picks(SMALL, 1) is SMALL
 
 
 def test_no_pick_makes_no_tile():
