@@ -172,7 +172,7 @@ def main() -> None:
         from tests.kernels import prefill_tiny
 
         weights, plans = prefill_tiny.weights(), prefill_tiny.UNPACKED
-        args.tokens, args.branches, args.chunk = 24, 2, 8
+        args.tokens, args.branches, args.chunk = 16, 1, 8
     else:
         sizes = dummy_args(read_args(None), layers=22, expert_pool=8, engram_rows=1 << 16)
         tokens = [i % sizes.engram_compressed_vocab_size for i in range(sizes.vocab_size)]
