@@ -79,7 +79,8 @@ def test_a_client_that_leaves_a_stream_frees_its_place(make_live: Callable[..., 
     live.toy.say(LONG)
     live.toy.runner.delay_s = 0.005
     with httpx.stream("POST", f"{live.url}/v1/chat/completions", json=body(stream=True)) as r:
-        next(r.iter_lines())
+        lines = r.iter_lines()  # held: the client leaves with its iterator
+        next(lines)
         until(lambda: num_open(live) == 1)  # the first line may come before the engine begins
     until(lambda: num_open(live) == 0)
     live.toy.say("ok")
