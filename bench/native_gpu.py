@@ -64,7 +64,7 @@ def shared_rings(kind: str, cols: int, blocks: int, rows: int) -> Iterator[Strea
                 size = (stream.shared_bytes(own, made) + 1024) * made.blocks
                 under_way = depth * step * plan.warps * plan.blocks * (1 if kind == "fp8" else 0.5)
                 most = 132 if kind == "fp8" else 176
-                if 1 < step <= 5 and depth > 1 and size <= 228 * 1024 and 48 <= under_way <= most:
+                if step <= 5 and depth > 1 and size <= 228 * 1024 and 48 <= under_way <= most:
                     yield made
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,7 +33,6 @@ from deepdraft.kernels import (
     rows,
 )
 from deepdraft.kernels.gemv import QuantRows
-from deepdraft.kernels.native import trials
 from deepdraft.models.v41_buffers import DeviceCaches, RowInputs
 from deepdraft.models.v41_joins import Joins
 from deepdraft.models.v41_weights import (
@@ -174,7 +172,6 @@ def run_experts(
     joins: Joins,
     forced: Tensor | None = None,
     skip: Skip = frozenset(),
-    beside: Callable[[], None] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """v [R, D] -> picked outputs bfloat16 [R, K, D] and the shared expert's [R, D]; their sum and
     None where ranks have joined them.
@@ -191,8 +188,6 @@ def run_experts(
         v, w.gate, w.bias, positions, k=w.picks, scale=args.routed_scaling_factor,
         temperature=args.gate_temp, forced=forced,
     )  # fmt: skip
-    if beside is not None:
-        beside()
     if "experts" in skip:
         y = v.new_zeros(v.shape[0], w.picks, v.shape[1])
     else:
@@ -259,32 +254,23 @@ class DeviceStep:
         _, u, u_quant = flow.enter(w.attn_norm, eps)
         self._note(f"L{layer}.stream_in", flow.x)
         self._note(f"L{layer}.attn_in", u)
-        coefs: list[Tensor] = []
-
-        def mix(weights: MixWeights) -> None:
-            with self.lanes.aside("mix"):
-                coefs.append(run_mix(flow.x, weights, args, skip))
-
-        later = trials.on("mix")
-        if not later:
-            mix(w.mix_attn)
-        beside = partial(mix, w.mix_attn) if later else None
-        y = self._attention(layer, args.roles[layer], w.attention, u, u_quant, places, skip, beside)
+        with self.lanes.aside("mix"):
+            coef = run_mix(flow.x, w.mix_attn, args, skip)
+        y = self._attention(layer, args.roles[layer], w.attention, u, u_quant, places, skip)
         self.lanes.join("mix")
-        flow.leave(coefs.pop(), y)
+        flow.leave(coef, y)
         self._note(f"L{layer}.attn_out", y)
         _, v, v_quant = flow.enter(w.ffn_norm, eps)
         self._note(f"L{layer}.ffn_in", v)
-        if not later:
-            mix(w.mix_ffn)
-        beside = partial(mix, w.mix_ffn) if later else None
+        with self.lanes.aside("mix"):
+            coef = run_mix(flow.x, w.mix_ffn, args, skip)
         forced = None if self.forced is None else self.forced[layer]
         made = run_experts(
             v, v_quant, places.inputs.positions, w.experts, args, self.lanes, self.joins, forced,
-            skip, beside,
+            skip,
         )  # fmt: skip
         self.lanes.join("mix")
-        flow.leave(coefs.pop(), *made)
+        flow.leave(coef, *made)
 
     def place(self, inputs: RowInputs) -> Places:
         """Addresses of the rows; their ids join the sequences' tokens."""
@@ -326,7 +312,6 @@ class DeviceStep:
         u_quant: QuantRows,
         places: Places,
         skip: Skip,
-        beside: Callable[[], None] | None,
     ) -> Tensor:
         args, caches, eps = self.args, self.caches, self.args.rms_norm_eps
         turn = places.turn(1 if role.ratio else 0)
@@ -342,8 +327,6 @@ class DeviceStep:
             norm_eps=eps,
         )  # fmt: skip
         query = gemv.gemv(c_quant, w.w_query)
-        if beside is not None:
-            beside()
         if w.raw is not None:
             self.lanes.join("side")
         main = chosen = None

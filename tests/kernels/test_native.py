@@ -214,10 +214,9 @@ def test_bulk_copies_and_every_lane_arriving_give_the_same_bits():
         run_experts(x, picks, weights, *streamed_experts(parts, 1, bulk)) for bulk in (0, 1)
     )
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(usual, bulk, strict=True))
-    for form in ("lanes", "late", "bytes"):
-        with trials.using(form, "late"):
-            other = run_experts(x, picks, weights, *streamed_experts(parts, 1, 1))
-        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(usual, other, strict=True)), form
+    with trials.using("lanes"):
+        lanes = run_experts(x, picks, weights, *streamed_experts(parts, 1, 1))
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(usual, lanes, strict=True))
     values, scales = dense_weight(96, 1536)
     plan = fragments.dense_stream_plan(96, 1536)
     rows = gemv.quantize_rows(rows_of(8, 1536, seed=2))
@@ -228,10 +227,8 @@ def test_bulk_copies_and_every_lane_arriving_give_the_same_bits():
     assert torch.equal(bits(usual), bits(bulk))
     for depth in (1, 2, 3, 2 * (plan.groups // plan.step)):  # whole units in a ring, or not
         other = dataclasses.replace(plan, bulk=1, depth=depth)
-        for forms in ((), ("late",)):
-            with trials.using(*forms):
-                got = gemv.gemv(rows, fragments.stream_fp8(values, scales, other))
-            assert torch.equal(bits(usual), bits(got)), (depth, forms)
+        got = gemv.gemv(rows, fragments.stream_fp8(values, scales, other))
+        assert torch.equal(bits(usual), bits(got)), depth
 
 
 @needs_machine

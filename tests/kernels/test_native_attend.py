@@ -63,12 +63,10 @@ def test_bits_do_not_depend_on_other_rows():
     "shape", grid([(20, 512, 32, 20, 70)], [(64, 512, 32, 128, 512), (64, 512, 32, 133, 0)])
 )
 @switched_on
-def test_other_forms_give_the_same(shape):
+def test_chunks_combined_in_cuda(shape):
     case = Case(shape, rows=3)
     case.window_rows[2], case.main_rows[2] = -1, -1  # no key at all
     usual = case.run()
-    with trials.using("queries"):
-        assert torch.equal(case.run(), usual)
     with trials.using("combine"):
         got = case.run()
         # The combine kernel's arithmetic; exponentials may differ in their last bit.

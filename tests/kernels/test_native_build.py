@@ -175,7 +175,7 @@ def test_launch_structures_have_the_drivers_sizes():
 
 
 def test_unknown_trials_are_refused(monkeypatch):
-    with pytest.raises(ConfigError, match=r"\['fast'\]: there are late"):
+    with pytest.raises(ConfigError, match=r"\['fast'\]: there are combine"):
         trials.use(["fast"])
     monkeypatch.setattr(trials, "_chosen", None)
     monkeypatch.setenv(trials.SETTING, "lanes")

@@ -14,10 +14,6 @@
 
 #include "machine.cuh"
 
-#ifndef EARLY
-#define EARLY 0
-#endif
-
 constexpr int KEYS = 64, THREADS = 256, WARPS = 8;
 constexpr int ROW = C + 8;                  // bf16 values of a row in shared memory: no bank twice
 constexpr int P_ROW = KEYS + 8, S_ROW = KEYS + 2;
@@ -126,22 +122,17 @@ __device__ __forceinline__ void unpack_window(u16* keys, const u8* cache, const 
     }
 }
 
-// A thread's part of the queries of BH heads.
-constexpr int Q_EACH = BH * C / 8 / THREADS;
-__device__ __forceinline__ void fetch_queries(uint4 (&codes)[Q_EACH], const Params& p, int row, int head) {
-    constexpr int PIECES = C / 8;
+// Queries of BH heads, turned; for main records even channels before odd ones.
+__device__ __forceinline__ void load_queries(u16* out, const Params& p, int row, int head, bool apart) {
+    constexpr int PIECES = C / 8, EACH = BH * PIECES / THREADS, STILL = C - 2 * PAIRS;
     const u16* q = p.q + (long long)row * p.q_stride + head * C;
+    uint4 codes[EACH];
 #pragma unroll
-    for (int i = 0; i < Q_EACH; i++) {
+    for (int i = 0; i < EACH; i++) {
         int piece = threadIdx.x + i * THREADS;
         codes[i] = make_uint4(0, 0, 0, 0);
         if (head + piece / PIECES < p.heads) codes[i] = *(const uint4*)(q + 8 * piece);
     }
-}
-
-// They are turned; for main records even channels come before odd ones.
-__device__ __forceinline__ void store_queries(u16* out, const uint4 (&codes)[Q_EACH], const Params& p, int row, bool apart) {
-    constexpr int PIECES = C / 8, EACH = Q_EACH, STILL = C - 2 * PAIRS;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
         int piece = threadIdx.x + i * THREADS, channel = piece % PIECES * 8;
@@ -276,8 +267,6 @@ attend_kernel(const __grid_constant__ Params p) {
     bool window = chunk < p.window_chunks;
     launch_dependents();   // what follows may start to wait
     dependency_wait();
-    uint4 q_codes[Q_EACH];
-    if (EARLY) fetch_queries(q_codes, p, row, head);   // beside the addresses, not behind the records
     if (threadIdx.x < KEYS) {
         int place = (window ? chunk : chunk - p.window_chunks) * KEYS + threadIdx.x;
         int places = window ? p.window_places : p.main_places;
@@ -298,8 +287,7 @@ attend_kernel(const __grid_constant__ Params p) {
         unpack_window(keys, p.window, address);
     else
         unpack_main(keys, p.main, address);
-    if (!EARLY) fetch_queries(q_codes, p, row, head);
-    store_queries(queries, q_codes, p, row, !window);
+    load_queries(queries, p, row, head, !window);
     __syncthreads();
     score(scores, shared_address(queries), shared_address(keys));
     __syncthreads();

@@ -36,6 +36,9 @@ class _Params(ctypes.Structure):
     )
 
 
+_COMBINES = "combine", "combine_l2", "combine_held", "combine_plain"
+
+
 class _Combine(ctypes.Structure):
     """`Params` of combine.cu."""
 
@@ -57,9 +60,7 @@ def fits(channels: int, pairs: int, q_stride: int) -> bool:
 
 def macros(pairs: int, heads: int) -> dict[str, int]:
     """Macros of one variant of attend.cu."""
-    size = shared_bytes(heads)
-    more = {"EARLY": 1} if trials.on("queries") else {}
-    return {**more, "C": CHANNELS, "PAIRS": pairs, "BH": heads, "SHARED_BYTES": size}
+    return {"C": CHANNELS, "PAIRS": pairs, "BH": heads, "SHARED_BYTES": shared_bytes(heads)}
 
 
 def shared_bytes(heads: int) -> int:
@@ -70,16 +71,15 @@ def shared_bytes(heads: int) -> int:
 
 def combine_macros(pairs: int, chunks: int, window: int) -> dict[str, int]:
     """Macros of one variant of combine.cu."""
-    return {"C": CHANNELS, "PAIRS": pairs, "CHUNKS": chunks, "WINDOW": window, "SHARED_BYTES": 16}
-
-
-def _kernel(device: torch.device, pairs: int, heads: int) -> build.Kernel:
-    return _loaded(device, tuple(macros(pairs, heads).items()))
+    more = {n: 1 for n in ("L2", "HELD") if trials.on(f"combine_{n.lower()}")}
+    size = {"SHARED_BYTES": 16}
+    return {**more, "C": CHANNELS, "PAIRS": pairs, "CHUNKS": chunks, "WINDOW": window, **size}
 
 
 @functools.cache
-def _loaded(device: torch.device, made: tuple[tuple[str, int], ...]) -> build.Kernel:
-    return build.Kernel.load(device, "attend.cu", "attend_kernel", dict(made), threads=_THREADS)
+def _kernel(device: torch.device, pairs: int, heads: int) -> build.Kernel:
+    made = macros(pairs, heads)
+    return build.Kernel.load(device, "attend.cu", "attend_kernel", made, threads=_THREADS)
 
 
 def chunks(
@@ -104,10 +104,14 @@ def chunks(
     kernel.launch((count * groups, rows), params, programmatic=programmatic_launch())
 
 
-@functools.cache
 def _combiner(device: torch.device, pairs: int, chunks: int, window: int) -> build.Kernel:
-    made = combine_macros(pairs, chunks, window)
-    return build.Kernel.load(device, "combine.cu", "combine_kernel", made, threads=CHANNELS // 4)
+    return _loaded(device, tuple(combine_macros(pairs, chunks, window).items()))
+
+
+@functools.cache
+def _loaded(device: torch.device, made: tuple[tuple[str, int], ...]) -> build.Kernel:
+    count = CHANNELS // 4
+    return build.Kernel.load(device, "combine.cu", "combine_kernel", dict(made), threads=count)
 
 
 def combine(
@@ -116,12 +120,13 @@ def combine(
 ) -> bool:  # fmt: skip
     """Fills out bfloat16 [R, H, C] from the chunks, turned back. False: too many of them here."""
     rows, count, heads, _ = part.shape
-    if count > _MOST_CHUNKS or not trials.on("combine"):
+    if count > _MOST_CHUNKS or not any(trials.on(n) for n in _COMBINES):
         return False
     params = _Combine(
         part=part.data_ptr(), top=top.data_ptr(), total=total.data_ptr(), sink=sink.data_ptr(),
         cosines=cos.data_ptr(), sines=sin.data_ptr(), out=out.data_ptr(),
     )  # fmt: skip
     kernel = _combiner(part.device, cos.shape[1], count, window_chunks)
-    kernel.launch((heads, rows), params, programmatic=programmatic_launch())
+    early = programmatic_launch() and not trials.on("combine_plain")
+    kernel.launch((heads, rows), params, programmatic=early)
     return True

@@ -37,8 +37,7 @@ class StreamPlan:
     and `down` by units of rows; `split` parts of the columns among blocks;
     `depth` steps in a warp's ring; `fold`
     1 (experts): scales of rows are folded into their values before the sums; `bulk` 1: weights are
-    copied for all warps of a block at once (same bits); `lone` 1: one block a multiprocessor,
-    however small."""
+    copied for all warps of a block at once (same bits)."""
 
     groups: int
     step: int
@@ -48,7 +47,6 @@ class StreamPlan:
     depth: int
     fold: int = 0
     bulk: int = 0
-    lone: int = 0
 
     @property
     def warps(self) -> int:
@@ -58,7 +56,7 @@ class StreamPlan:
     @property
     def blocks(self) -> int:
         """Blocks that a multiprocessor holds."""
-        return 2 if self.warps <= 8 and not self.lone else 1
+        return 2 if self.warps <= 8 else 1
 
 
 def stream_plans(kind: str, groups: int) -> Iterator[StreamPlan]:
@@ -78,10 +76,8 @@ def stream_plans(kind: str, groups: int) -> Iterator[StreamPlan]:
 def dense_stream_plan(rows: int, cols: int) -> StreamPlan | None:
     """Plan of a dense FP8 matrix: the one whose blocks have the most even work."""
     if (found := MEASURED.get(("dense", rows, cols))) is not None:
-        if trials.on("single") and rows == 4608:
-            return StreamPlan(4, 2, 8, 1, 5, 6, 0, 1, 1)
-        if trials.on("latent") and (rows, cols) == (1792, 5120):
-            return StreamPlan(10, 2, 16, 1, 1, 5, 0, 1)
+        if trials.on("query") and cols == 1280 and rows in (32768, 36864):
+            return StreamPlan(5, 1, 8, 1, 1, 5, 0, 1)
         return StreamPlan(*found) if found else None
 
     def cost(plan: StreamPlan) -> float:

@@ -21,8 +21,6 @@
 //   FOLD   experts: scales of rows go into the rows' halves, relative to the largest of a warp's
 //   OUT    dense: 0 bf16, 1 float32, 2 bf16 values quantised to FP8 in groups of 32
 //   BULK   defined or not: how weights are copied (the same bits)
-//   LATE        with BULK: a step is read when it is multiplied, not the turn before
-//   BYTES       experts with BULK: scales are read byte by byte
 //   EVERY_LANE  every lane arrives at the barriers of the sums, as racecheck follows it (the same bits)
 //   SHARED_BYTES  of dynamic shared memory
 //
@@ -30,12 +28,6 @@
 
 #include "machine.cuh"
 
-#ifndef LATE
-#define LATE 0
-#endif
-#ifndef BYTES
-#define BYTES 0
-#endif
 #ifndef EVERY_LANE
 #define EVERY_LANE 0
 #endif
@@ -59,9 +51,6 @@ constexpr int PRODUCER = WARPS + (WK > 1 ? 1 : 0);
 constexpr int X_WORDS = BF16_ROWS || FOLD ? 4 : 2;          // of a group's row values in one thread
 static_assert(NG % ST == 0, "a step holds whole groups");
 static_assert(!FP4 || DEPTH <= 2 * STEPS, "there is room for the scales of two units ahead");
-#ifndef BULK
-static_assert(!LATE && !BYTES, "forms of the ring that all warps share");
-#endif
 static_assert(FP4 || !FOLD, "dense products apply scales to sums");
 
 struct Params {
@@ -206,20 +195,18 @@ static_assert(sizeof(Shared) <= SHARED_BYTES, "the launcher reserves what the ke
 // A thread's part of one step.
 struct Step {
     uint4 codes[ST][FP4 ? 1 : 2];
-    u32 scales[ST][BYTES ? 4 : 1];   // bytes, or a word of four
+    u32 scales[ST];
     __device__ __forceinline__ void load(u32 at, u32 scales_at) {
 #pragma unroll
         for (int j = 0; j < ST; j++) {
 #ifndef BULK
             codes[j][0] = load_shared16(at + j * CODE_BYTES);
-            if (FP4) scales[j][0] = load_shared4(scales_at + j * 32);
+            if (FP4) scales[j] = load_shared4(scales_at + j * 32);
             else codes[j][FP4 ? 0 : 1] = load_shared16(at + j * CODE_BYTES + 512);
 #else
             codes[j][0] = load_shared16(at + j * WK * CODE_BYTES);
-#pragma unroll
-            for (int b = 0; b < (FP4 && BYTES ? 4 : 0); b++) scales[j][b] = load_shared1(scales_at + j * WK * 32 + b);
-            if (FP4 && !BYTES) scales[j][0] = load_shared4(scales_at + j * WK * 32);
-            if (!FP4) codes[j][FP4 ? 0 : 1] = load_shared16(at + j * WK * CODE_BYTES + 512);
+            if (FP4) scales[j] = load_shared4(scales_at + j * WK * 32);
+            else codes[j][FP4 ? 0 : 1] = load_shared16(at + j * WK * CODE_BYTES + 512);
 #endif
         }
     }
@@ -429,10 +416,8 @@ stream_kernel(const __grid_constant__ Params p) {
 #ifndef BULK
     u32 ring_at = mine;
 #endif
-#if !LATE
-    Step next;
-#endif
 #ifndef BULK
+    Step next;
     wait_copies<DEPTH - 1>();
     if (FP4) __syncwarp();  // scales are other threads' copies
     next.load(ring_at, scales_now + g * 4);
@@ -456,9 +441,6 @@ stream_kernel(const __grid_constant__ Params p) {
         __syncwarp();
         barrier_arrive_if(taken + 8 * place_of(turn, step), lane == 0);
     };
-#if !LATE
-    if (some) read_step(next, 0, 0), give_back(0, 0);
-#endif
 #endif
     for (int task = first_task; task < end_task; task++, k.next(sets)) {
         const int turn = task - first_task, slot = turn & 1;
@@ -477,17 +459,14 @@ stream_kernel(const __grid_constant__ Params p) {
         float acc[2][4] = {};
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
-#ifndef BULK
-            // What was read in the turn before is multiplied now. The step that comes DEPTH later
-            // takes its place, and the next one is read.
-#endif
-#if LATE
+#ifdef BULK
+            // Read when it is multiplied: other warps fill the time, and registers hold more groups.
             Step now;
             read_step(now, turn, step);
 #else
+            // What was read in the turn before is multiplied now. The step that comes DEPTH later
+            // takes its place, and the next one is read.
             const Step now = next;
-#endif
-#ifndef BULK
             const int step_ahead = (step + DEPTH) % STEPS;
             if (step_ahead == 0 && ++ahead < end_task) k_ahead.next(sets), from = start(k_ahead);
             if (ahead < end_task) {
@@ -503,9 +482,6 @@ stream_kernel(const __grid_constant__ Params p) {
                 if (FP4) __syncwarp();
                 next.load(ring_at, scales_next + g * 4);
             }
-#elif !LATE
-            const int later = step + 1 < STEPS ? step + 1 : 0, its_turn = step + 1 < STEPS ? turn : turn + 1;
-            if (later || task + 1 < end_task) read_step(next, its_turn, later), give_back(its_turn, later);
 #endif
 #pragma unroll
             for (int j = 0; j < ST; j++) {
@@ -519,7 +495,7 @@ stream_kernel(const __grid_constant__ Params p) {
                     multiply_fp8(acc[1], now.codes[j][FP4 ? 0 : 1], scale, rows.x[i], s0, s1);
                 }
             }
-#if LATE
+#ifdef BULK
             give_back(turn, step);
 #endif
         }

@@ -103,10 +103,6 @@ def available(device: torch.device) -> bool:
 def macros(kind: int, plan: StreamPlan, output: int) -> dict[str, int]:
     """Macros of one variant of stream.cu."""
     more = {"BULK": 1} if plan.bulk else {}
-    if plan.bulk and trials.on("late"):
-        more["LATE"] = 1
-    if plan.bulk and kind >= UP and trials.on("bytes"):
-        more["BYTES"] = 1
     if trials.on("lanes"):
         more["EVERY_LANE"] = 1
     return {

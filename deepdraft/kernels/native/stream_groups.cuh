@@ -134,7 +134,7 @@ __device__ __forceinline__ void add_scaled(float (&acc)[4], const float (&c)[4],
     acc[3] += c[3] * (FOLD ? bottom : bottom * s1);
 }
 
-__device__ __forceinline__ void multiply_fp4(float (&acc)[2][4], uint4 q, const u32 (&scales)[BYTES ? 4 : 1], const u32 (&x)[X_WORDS], float s0, float s1) {
+__device__ __forceinline__ void multiply_fp4(float (&acc)[2][4], uint4 q, u32 scales, const u32 (&x)[X_WORDS], float s0, float s1) {
     const u32 b0 = FOLD ? x[0] : halves_of_e4m3(low16(x[0]));
     const u32 b1 = FOLD ? x[1] : halves_of_e4m3(high16(x[0]));
     const u32 b2 = FOLD ? x[2 % X_WORDS] : halves_of_e4m3(low16(x[1]));
@@ -149,13 +149,8 @@ __device__ __forceinline__ void multiply_fp4(float (&acc)[2][4], uint4 q, const 
     multiply(c, a, b2, b3, BF16_ROWS);
     unpack_e2m1(q.w, a);
     multiply(d, a, b2, b3, BF16_ROWS);
-    float scale[4] = {scale_of<0>(scales[0]), scale_of<1>(scales[0]), scale_of<2>(scales[0]), scale_of<3>(scales[0])};
-    if (BYTES) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) scale[i] = __uint_as_float(scales[i % (BYTES ? 4 : 1)] << 23);
-    }
-    add_scaled(acc[0], c, scale[0], scale[1], s0, s1);
-    add_scaled(acc[1], d, scale[2], scale[3], s0, s1);
+    add_scaled(acc[0], c, scale_of<0>(scales), scale_of<1>(scales), s0, s1);
+    add_scaled(acc[1], d, scale_of<2>(scales), scale_of<3>(scales), s0, s1);
 }
 
 // q: words (half, k step) of one block of 16 rows; a thread's bytes are 8 columns of two rows.

@@ -14,13 +14,12 @@ from deepdraft.errors import ConfigError
 
 SETTING = "DEEPDRAFT_TRIALS"
 NAMES = {
-    "late": "bulk copies: a step is read when it is multiplied",
-    "bytes": "experts: scales are read byte by byte",
-    "single": "the shared expert's up map: one block a multiprocessor (read at load)",
-    "latent": "the latent map: all columns in a block, all weights under way (read at load)",
-    "mix": "mix coefficients are worked out later, beside large products",
-    "queries": "attention asks for its queries beside the addresses",
     "combine": "attention's chunks are combined in CUDA C++",
+    "combine_l2": "... and read from the L2 cache",
+    "combine_held": "... and what follows starts when they have been read",
+    "combine_plain": "... and this starts when attention has ended",
+    "combine_four": "Triton's combine kernel by four warps instead of two",
+    "query": "the query map with bulk copies (read at load)",
     "lanes": "every lane arrives at the barriers of sums (racecheck; slower)",
 }
 _chosen: frozenset[str] | None = None

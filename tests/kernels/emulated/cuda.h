@@ -139,7 +139,6 @@ template <int N> void wait_copies() {
 inline uint4 load_shared16(u32 at) { uint4 v; memcpy(&v, raw + at, 16); return v; }
 inline u32 load_shared4(u32 at) { u32 v; memcpy(&v, raw + at, 4); return v; }
 template <class T> T load_here(const T* from) { return *from; }
-inline u32 load_shared1(u32 at) { return raw[at]; }
 struct Barrier { u16 pending, count; u32 phase; };
 inline Barrier& barrier(u32 at) { return *(Barrier*)(raw + at); }
 inline void barrier_init(u32 at, u32 count) { barrier(at) = {(u16)count, (u16)count, 0}; }
