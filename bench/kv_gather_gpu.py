@@ -143,7 +143,7 @@ def from_a_peer(num_tokens: int, repeats: int) -> dict[str, Any]:
     """Fetch, verify, and copy to the GPU: what a request that moved waits for."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    owner = context.Process(target=own, args=(theirs, num_tokens, 1), daemon=True)
+    owner = context.Process(target=own, args=(theirs, num_tokens), daemon=True)
     owner.start()
     port, _, _ = pipe.recv()
     args = parse_args(json.loads(CONFIG.read_text()))
@@ -173,7 +173,7 @@ def from_a_peer(num_tokens: int, repeats: int) -> dict[str, Any]:
         assert resumed is not None and resumed.num_tokens == num_tokens
         pool.close(state)
         cache.memory.evict(cache.memory.slab.num_slots)
-    pipe.send("end")
+    pipe.send(0)
     owner.join(10)
     cache.close()
     sums = [f + r for f, r in zip(times["fetch_s"], times["resume_s"], strict=True)]

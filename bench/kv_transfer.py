@@ -1,7 +1,8 @@
 """Rate of a fetch with verification against the same transport without, and what a fetch of 100,000
 tokens costs at published sizes:
 
-    python bench/kv_transfer.py [--tokens 100000] [--pairs 7] [--out bench/results/d-transfer.json]
+    python bench/kv_transfer.py [--tokens 100000] [--pairs 7] [--connections 1 --connections 2]
+        [--out bench/results/d-transfer.json]
 
 The owner is a process of its own. Raw: the same connections, sendfile and recv_into, no digests.
 """
@@ -44,12 +45,12 @@ COMPUTE_S = 6.0
 """100,000 tokens on one H200 at 40 % of its bf16 rate (kernels.md 1.4)."""
 
 
-def cache_of(num_tokens: int, pool_tokens: int = 256) -> tuple[KvCache, StatePool]:
+def cache_of(num_tokens: int) -> tuple[KvCache, StatePool]:
     """An empty cache of published sizes with room for a conversation and some more."""
     args = parse_args(json.loads(CONFIG.read_text()))
     layout = Layout.of(args, packed=True)
-    pool = StatePool(args, num_sequences=1, max_tokens=pool_tokens)
-    room = int(1.5 * num_tokens * layout.block_bytes / layout.block_tokens) + (64 << 20)
+    pool = StatePool(args, num_sequences=1, max_tokens=256)
+    room = int(2.5 * num_tokens * layout.block_bytes / layout.block_tokens) + (64 << 20)
     settings = StoreSettings.of(layout)
     cache = KvCache(
         pool,
@@ -89,7 +90,7 @@ def fill(cache: KvCache, token_ids: list[int]) -> int:
     return entry.id
 
 
-def own(pipe: Connection, num_tokens: int, connections: int) -> None:
+def own(pipe: Connection, num_tokens: int) -> None:
     """The owner's process: an exporter, and a sender of the same chunks without a protocol."""
     cache, _ = cache_of(num_tokens)
     number = fill(cache, tokens_of(num_tokens))
@@ -100,18 +101,18 @@ def own(pipe: Connection, num_tokens: int, connections: int) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     pipe.send((exporter.start("127.0.0.1"), listener.getsockname()[1], [c.length for c in chunks]))
 
-    def send(sock: socket.socket, part: int) -> None:
+    def send(sock: socket.socket, part: int, connections: int) -> None:
         link = wire.Link(sock, 10)
         for chunk in chunks[part::connections]:
             data = slab.view(chunk.slot, chunk.length).data
             link.send_bytes(data, slab.file, chunk.slot * slab.slot_bytes)
         link.close()
 
-    while pipe.recv() == "raw":
+    while connections := pipe.recv():
         threads = []
         for part in range(connections):
             sock, _ = listener.accept()
-            threads.append(threading.Thread(target=send, args=(sock, part)))
+            threads.append(threading.Thread(target=send, args=(sock, part, connections)))
             threads[-1].start()
         for thread in threads:
             thread.join()
@@ -123,7 +124,7 @@ def raw_seconds(
 ) -> float:
     """All chunks over plain connections into the reader's memory."""
     begin = time.perf_counter()
-    pipe.send("raw")
+    pipe.send(connections)
 
     def receive(part: int) -> None:
         link = wire.Link(links[part], 10)
@@ -140,72 +141,73 @@ def raw_seconds(
     return time.perf_counter() - begin
 
 
+def measure(
+    pipe: Connection, ports: tuple[int, int], sizes: list[int], cache: KvCache, **options: Any
+) -> dict[str, Any]:
+    """Alternating pairs of both ways with some number of connections."""
+    connections, pairs = options["connections"], options["pairs"]
+    fetcher = Fetcher(cache, settings=TransferSettings(connections=connections))
+    wanted = token_array([*tokens_of(options["tokens"]), 1])  # as `Fleet.prepare` gives them
+    raw, fetched = [], []
+    for _ in range(pairs):
+        raw.append(raw_seconds(pipe, ports[1], sizes, cache.memory.slab, connections))
+        got = fetcher.fetch(Peer("127.0.0.1", ports[0]), KEY, RECORD, wanted)
+        assert got.outcome == "hit" and got.num_bytes == sum(sizes), got
+        fetched.append(got.seconds)
+        cache.memory.evict(cache.memory.slab.num_slots)
+    spent = fetcher.counters.snapshot()
+    phases = ("open", "read", "verify")
+    ratios = [r / f for r, f in zip(raw, fetched, strict=True)]
+    return {
+        "raw_s": [round(s, 4) for s in raw],
+        "fetch_s": [round(s, 4) for s in fetched],
+        "mean_ms_of_phases": {
+            name: round(spent[f"{name}_microseconds"] / 1e3 / pairs, 2) for name in phases
+        },
+        "raw_GB_s": round(sum(sizes) / statistics.median(raw) / 1e9, 3),
+        "fetch_GB_s": round(sum(sizes) / statistics.median(fetched) / 1e9, 3),
+        "fetch_share_of_raw": round(statistics.median(ratios), 3),
+        "fetch_s_median": round(statistics.median(fetched), 4),
+    }
+
+
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=100_000)
     parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--connections", type=int, default=TransferSettings().connections)
-    parser.add_argument("--restore", action="store_true", help="once, dequantised into a CPU pool")
+    parser.add_argument("--connections", type=int, action="append", help="may be given again")
     parser.add_argument("--out")
     options = parser.parse_args()
     torch.set_num_threads(os.cpu_count() or 1)
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    args = (theirs, options.tokens, options.connections)
-    owner = context.Process(target=own, args=args, daemon=True)
+    owner = context.Process(target=own, args=(theirs, options.tokens), daemon=True)
     owner.start()
     port, raw_port, sizes = pipe.recv()
-    cache, pool = cache_of(options.tokens, options.tokens + 16 if options.restore else 256)
-    settings = TransferSettings(connections=options.connections)
-    fetcher = Fetcher(cache, settings=settings)
-    wanted = token_array([*tokens_of(options.tokens), 1])  # as `Fleet.prepare` gives them
+    cache, _ = cache_of(options.tokens)
     memory = cache.memory
     slots = memory.reserve(len(sizes))  # touched once, so that neither way pays for new pages
     memory.slab.array[:] = 0
     memory.unreserve(slots)
-    raw, fetched, restored = [], [], []
-    total = sum(sizes)
-    for _ in range(options.pairs):
-        raw.append(raw_seconds(pipe, raw_port, sizes, memory.slab, options.connections))
-        got = fetcher.fetch(Peer("127.0.0.1", port), KEY, RECORD, wanted)
-        assert got.outcome == "hit" and got.num_bytes == total, got
-        fetched.append(got.seconds)
-        if options.restore and not restored:
-            state = pool.open()
-            begin = time.perf_counter()
-            resumed = cache.resume(wanted.tolist(), state)
-            restored.append(time.perf_counter() - begin)
-            assert resumed is not None and resumed.num_tokens == options.tokens
-            pool.close(state)
-        memory.evict(memory.slab.num_slots)
-    pipe.send("end")
-    owner.join(10)
-    fetch_s = statistics.median(fetched)
-    spent = fetcher.counters.snapshot()
-    phases = {
-        name: round(spent[f"{name}_microseconds"] / 1e3 / options.pairs, 2)
-        for name in ("open", "read", "verify")
+    more = {"tokens": options.tokens, "pairs": options.pairs}
+    measured = {
+        str(count): measure(pipe, (port, raw_port), sizes, cache, connections=count, **more)
+        for count in options.connections or [TransferSettings().connections]
     }
-    scale = options.tokens / 100_000
+    pipe.send(0)
+    owner.join(10)
+    compute_s = COMPUTE_S * options.tokens / 100_000
+    fetch_s = min(m["fetch_s_median"] for m in measured.values())
     result = {
         "what": "fetch with verification against the same transport without, loopback, 2 processes",
         **provenance(),
         "tokens": options.tokens,
-        "bytes": total,
-        "connections": options.connections,
-        "raw_s": [round(s, 4) for s in raw],
-        "fetch_s": [round(s, 4) for s in fetched],
-        "mean_ms_of_phases": phases,
-        "raw_GB_s": round(total / statistics.median(raw) / 1e9, 3),
-        "fetch_GB_s": round(total / fetch_s / 1e9, 3),
-        "fetch_share_of_raw": round(
-            statistics.median(r / f for r, f in zip(raw, fetched, strict=True)), 3
-        ),
-        "restore_to_cpu_pool_dequantised_s": round(restored[0], 2) if restored else None,
-        "compute_s_on_one_h200": COMPUTE_S * scale,
+        "bytes": sum(sizes),
+        "by_connections": measured,
+        "compute_s_on_one_h200": compute_s,
         "fetch_and_verify_faster_than_computing": {
-            f"{gpus}_gpus": round(COMPUTE_S * scale / gpus / fetch_s, 1) for gpus in (1, 2, 4, 8)
+            f"{gpus}_gpus": round(compute_s / gpus / fetch_s, 1) for gpus in (1, 2, 4, 8)
         },
     }
     text = json.dumps(result, indent=1)
