@@ -69,11 +69,14 @@ class Opened:
         delta = {"content": answer, "reasoning_content": None}
         choice = {"index": 0, "delta": delta, "finish_reason": "stop"}
         chunk = json.dumps({"choices": [choice]})
+        self.stream(f"data: {chunk}\n\ndata: [DONE]\n\n")
+
+    def stream(self, body: str) -> None:
+        """The event stream that the next answers are, without the toy."""
+        self.page.unroute("**/v1/chat/completions")
         self.page.route(
             "**/v1/chat/completions",
-            lambda route: route.fulfill(
-                body=f"data: {chunk}\n\ndata: [DONE]\n\n", content_type="text/event-stream"
-            ),
+            lambda route: route.fulfill(body=body, content_type="text/event-stream"),
         )
 
     def send(self, text: str = "Hi") -> None:

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,31 @@ def test_load_and_chat(open_page: Callable[..., Opened]) -> None:
     # The gauges come from /metrics.
     tab.page.wait_for_selector("#g-memory:text-matches('[MG]B')")
     tab.page.wait_for_selector("#g-queue:text-is('0, 0')")
+    assert tab.complaints == []
+
+
+def test_the_gauges(open_page: Callable[..., Opened]) -> None:
+    """Live, of a server that answers; the last prompt's from its usage."""
+    tab = open_page(max_tokens=16384)
+    page = tab.page
+    tab.toy.runner.step_fault = lambda sequences: time.sleep(0.005)
+    tab.say("word " * 3000)
+    page.fill("#p-max_tokens", "16000")
+    tab.send()
+    page.wait_for_selector("#g-queue:text-is('1, 0')")
+    for name, pattern in {"speed": "^[1-9]", "step": "^[1-9]", "length": "^[1-9][.]"}.items():
+        page.wait_for_selector(f"#g-{name}:text-matches('{pattern}')")
+        assert page.get_attribute(f".gauge:has(#g-{name}) polyline", "points")
+    page.keyboard.press("Escape")
+    tab.finished()
+    for cached, told in ((0, "1,300 computed"), (1200, "1,200 of 1,300 cached, memory+disk")):
+        details = {"cached_tokens": cached, "cache_source": "memory+disk"}
+        usage = {"prompt_tokens": 1300, "prompt_tokens_details": details}
+        body = json.dumps({"choices": [{"delta": {"content": "Fine."}}], "usage": usage})
+        tab.stream(f"data: {body}\n\ndata: [DONE]\n\n")
+        answer = tab.ask()
+        assert page.inner_text("#g-cache") == told
+    assert "prompt 1,300, 1,200 from the cache" in answer.locator(".figures").inner_text()
     assert tab.complaints == []
 
 
@@ -226,12 +252,7 @@ def test_what_the_page_does_not_know(open_page: Callable[..., Opened]) -> None:
     ]
     chunks += [{"later": 1}, {"choices": []}, {"choices": [{"finish_reason": "stop"}]}]
     body = ": note\n\nevent: later\n" + "".join(f"data: {json.dumps(c)}\n\n" for c in chunks)
-    tab.page.route(
-        "**/v1/chat/completions",
-        lambda route: route.fulfill(
-            body=body + "data: [DONE]\n\n", content_type="text/event-stream"
-        ),
-    )
+    tab.stream(body + "data: [DONE]\n\n")
     answer = tab.ask()
     assert answer.locator("[data-track=content]").inner_text() == "Hello there."
     assert answer.locator(".note.bad").count() == 0
@@ -248,12 +269,7 @@ def test_what_the_page_does_not_know(open_page: Callable[..., Opened]) -> None:
         '{"error": 7}': "7",
     }
     for data, said in odd.items():
-        tab.page.unroute("**/v1/chat/completions")
-        body = f"data: {data}\n\n"
-        tab.page.route(
-            "**/v1/chat/completions",
-            lambda route: route.fulfill(body=body, content_type="text/event-stream"),  # noqa: B023
-        )
+        tab.stream(f"data: {data}\n\n")
         assert tab.ask().locator(".note.bad").inner_text() == said
     assert tab.complaints == []
 
