@@ -132,7 +132,7 @@ def check_attention(
         for used in (values, main)
     )  # fmt: skip
     difference = size = worst = 0.0
-    turns = prefill_attention.KEYS
+    turns = plans.attention.keys
     for row in range(rows):
         parts = [cache.unpack("window", own[row : row + window], torch.float64)]
         parts.append(cache.unpack("main", main[lists[row].clamp(min=0).long()], torch.float64))

@@ -223,7 +223,9 @@ class Kernels:
         values = pa.main_values(main, space)
         runs: Runs = {"unpack": lambda: pa.main_values(main, space)}
         for name, used in (("packed", main), ("plain", values)):
-            for p in variants(self.plans.attention, stages=(1,))[: 1 if name == "packed" else 9]:
+            changes = ({}, {"stages": 4}, {"keys": 64, "stages": 2})
+            for change in changes[: 1 if name == "packed" else MOST]:
+                p = dataclasses.replace(self.plans.attention, **change)
                 runs[f"{name} {short(p)}"] = lambda p=p, used=used: pa.attend_rows(
                     q, *tables, keys, first, a.sink, places=window, scale=c**-0.5, main=used,
                     main_rows=lists, plan=p,

@@ -1,9 +1,9 @@
 """Sparse attention of many rows: a window of the chunk, selected packed records, a sink per head.
 
 Contract and reference: `deepdraft.ops.prefill.running_sink_attention`. A row's keys stand in fixed
-places (window by position, then the selected entries by position) and are worked 64 at a time with
-a running maximum, as the published arithmetic does; one program holds the sums of a row's heads, so
-nothing but the result is written. A row's bits depend on that row alone.
+places (window by position, then the selected entries by position) and are worked some at a time
+with a running maximum, as the published arithmetic does; one program holds the sums of a row's
+heads, so nothing but the result is written. A row's bits depend on that row alone.
 
 Window keys of a chunk are unpacked once, as bf16 with even channels before odd ones
 (`window_values`). Main records are gathered as stored and unpacked where they are used, or, where
@@ -28,16 +28,16 @@ from deepdraft.kernels.runtime import check, launch, next_power
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Heads of a program, at most; warps, loads in flight."""
+    """`keys` of a turn, a power of two, which is part of the numerics: probabilities are rounded
+    relative to the top so far. Heads of a program, at most; warps, loads in flight."""
 
+    keys: int = 32
     heads: int = 64
     warps: int = 8
-    stages: int = 2
+    stages: int = 3
 
 
 PLAN = AttentionPlan()
-KEYS = 64
-"""Keys of a turn. Part of the numerics: probabilities are rounded relative to the top so far."""
 
 
 # ---- kernels -------------------------------------------------------------------------------
@@ -140,9 +140,12 @@ def attend_kernel(  # noqa: PLR0915 one row from its queries to its result
         weights, top, total, share = turn_sums(scores, valid, top, total, SCALE)
         even_sum = dot_bf16(weights, low, even_sum * share[:, None])
         odd_sum = dot_bf16(weights, high, odd_sum * share[:, None])
+    list_ptr += wide * K
+    address = tl.load(list_ptr + n, mask=n < K, other=-1)
     for start in range(0, K, N):
-        place = start + n
-        address = tl.load(list_ptr + wide * K + place, mask=place < K, other=-1)
+        # The next turn's list a turn early, so that its keys need not wait for it.
+        place = start + N + n
+        later = tl.load(list_ptr + place, mask=place < K, other=-1)
         valid = address >= 0
         key = (tl.maximum(address, FIRST_MAIN) - FIRST_MAIN).to(tl.int64)
         if PACKED:
@@ -156,6 +159,7 @@ def attend_kernel(  # noqa: PLR0915 one row from its queries to its result
         weights, top, total, share = turn_sums(scores, valid, top, total, SCALE)
         even_sum = dot_bf16(weights, low, even_sum * share[:, None])
         odd_sum = dot_bf16(weights, high, odd_sum * share[:, None])
+        address = later
     sink = tl.load(sink_ptr + h, mask=heads, other=0.0)
     highest = tl.maximum(top, sink)
     share = tl.exp(top - highest)
@@ -243,7 +247,7 @@ def attend_rows(
         q, cos, sin, window, first, window if main is None else main,
         first if main_rows is None else main_rows, sink, out,
         heads, q.shape[1], places, 0 if main_rows is None else main_rows.shape[1], scale,
-        first_main, C=channels, CP=next_power(channels, 32), PAIRS=pairs, BH=tall, N=KEYS,
+        first_main, C=channels, CP=next_power(channels, 32), PAIRS=pairs, BH=tall, N=plan.keys,
         PACKED=packed,
         num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip

@@ -69,7 +69,7 @@ class Case:
             parts.append((gathered, lists >= 0))
         keys, valid = [], []
         for values, mask in parts:
-            missing = -values.shape[1] % kernels.KEYS
+            missing = -values.shape[1] % kernels.PLAN.keys
             keys.append(torch.nn.functional.pad(values, (0, 0, 0, missing)))
             valid.append(torch.nn.functional.pad(mask, (0, missing)))
         return torch.cat(keys, 1), torch.cat(valid, 1)
@@ -82,7 +82,9 @@ class Case:
     def reference(self):
         keys, valid = self.keys()
         sink = self.sink.double().cpu()
-        o = running_sink_attention(self.turned(), keys, valid, sink, self.scale, turn=kernels.KEYS)
+        o = running_sink_attention(
+            self.turned(), keys, valid, sink, self.scale, turn=kernels.PLAN.keys
+        )
         cos, sin = self.cos.double().cpu(), self.sin.double().cpu()
         return cache.bf16(cache.rotate_pairs(cache.bf16(o), cos, -sin))
 
