@@ -95,7 +95,7 @@ def checks(results: Results, args, sizes, device: str, plans) -> None:
         import prefill_demo
 
         run = prefill_demo.check_demo
-        results.stage("demo", lambda: run(device, count=12, length=600, chunk=256, plans=None))
+        results.stage("demo", lambda: run(device, count=4, length=400, chunk=256, plans=None))
 
 
 def loaded(results: Results, args, sizes, ceilings, plans, device: str) -> None:
