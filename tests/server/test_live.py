@@ -290,9 +290,8 @@ def test_sigterm_ends_a_long_stream_after_the_grace_period(
 ) -> None:
     server = spawn(drain_s=0.3, length=3000, delay_s=0.02)
     url = server.url()
-    begin = time.monotonic()
     lines = stream_lines(url, lambda: server.process.send_signal(signal.SIGTERM))
-    assert time.monotonic() - begin < 10
+    assert len(lines) < 2900, "it was written to the end"
     assert lines[-1] == "data: [DONE]"
     error = json.loads(lines[-2].removeprefix("data: "))["error"]
     assert error["code"] == "overloaded" and "shutting down" in error["message"]
