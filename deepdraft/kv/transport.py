@@ -26,8 +26,9 @@ from deepdraft.kv.snapshot import ChunkRef
 
 WINDOW = 2
 """Chunks asked for ahead on one connection."""
-PART_BYTES = 1 << 20
-"""Of a chunk that is handed to the checking thread, so that little is left to check at the end."""
+PART_BYTES, LAST_PART_BYTES = 4 << 20, 1 << 20
+"""Of a chunk that is handed to the checking thread; less of a connection's last one, so that little
+is left to check at the end. (A hand-over took 0.15 ms of processor time, a MiB 0.35 to check.)"""
 CHUNKS_PER_LINK = 4
 """A further connection pays from so many chunks on."""
 
@@ -255,8 +256,9 @@ class TcpTransport:
                 raise SnapshotError(f"the peer stopped: {reply.reason[:20]}")
             if reply != wire.Data(piece.index, len(piece.into)):
                 raise SnapshotError("the peer sent another chunk than was asked for")
-            for at in range(0, len(piece.into), PART_BYTES):
-                part = piece.into[at : at + PART_BYTES]
+            size = PART_BYTES if asked else LAST_PART_BYTES
+            for at in range(0, len(piece.into), size):
+                part = piece.into[at : at + size]
                 link.fill(part)
                 feed.arrived(piece, at, len(part))
             if renew and time.monotonic() - self._renewed > self.settings.renew_s:
