@@ -42,7 +42,9 @@ def blocked_attention(
     rows = max(two, bias.shape[-2])
     if m < rows:
         q = torch.cat([q, q[:, :1].expand(-1, rows - m, -1)], 1)
-    scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=scale)
+    # Not baddbmm: of one problem (B = 1) its rows' bits depend on their number where there are two
+    # threads.
+    scores = torch.add(bias, torch.bmm(q, keys.transpose(1, 2)), alpha=scale)
     if two < rows:
         scores = scores[:, :two]
     weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()

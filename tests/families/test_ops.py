@@ -1,6 +1,7 @@
 """Operations of the families against plain formulations, and the row rule."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -43,6 +44,15 @@ def test_attention(keys: int, rows: int) -> None:
     assert n % BLOCK_KEYS == 0 and n - keys < BLOCK_KEYS
 
 
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("block", [BLOCK_KEYS, PAST_BLOCK])
 @pytest.mark.parametrize("channels", [24, 64, 192, 576])
 def test_a_row_of_attention_depends_on_its_keys_alone(channels: int, block: int) -> None:
