@@ -94,7 +94,11 @@ class Peer:
             async with httpx.AsyncClient(transport=transport, base_url="http://tiny") as client:
                 return await client.post(path, json=body, headers=headers, timeout=600)
 
-        return asyncio.run(run())
+        response = asyncio.run(run())
+        engine = self.service._engine
+        if engine is not None and engine.reuse is not None:
+            engine.reuse.cache.flush()  # the next request finds what this one left
+        return response
 
     def stats(self) -> dict[str, int]:
         return self.service.stats()
