@@ -106,8 +106,9 @@ def test_no_pick_makes_no_tile():
     assert bool((found.tiles[0] == -1).all())
 
 
-@pytest.mark.parametrize("way", ["sorted", "plain"])
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "order,way", [*((order, "sorted") for order in ORDERS), ("tiled", "plain")]
+)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_experts(shape, order, way):
     experts, k, hidden, width = shape
