@@ -31,10 +31,10 @@ class AttentionPlan:
     """`keys` of a turn, a power of two, which is part of the numerics: probabilities are rounded
     relative to the top so far. Heads of a program, at most; warps, loads in flight."""
 
-    keys: int = 32
+    keys: int = 64
     heads: int = 64
     warps: int = 8
-    stages: int = 3
+    stages: int = 2
 
 
 PLAN = AttentionPlan()
@@ -84,7 +84,7 @@ def main_values_kernel(
 
 @triton.jit
 def turn_sums(scores, valid, top, total, SCALE):
-    """One turn of 64 keys: probabilities bf16, the new maximum and denominator, what the sums so
+    """One turn of keys: probabilities bf16, the new maximum and denominator, what the sums so
     far are worth now."""
     scores = tl.where(valid[None, :], scores * SCALE, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, axis=1))
@@ -151,7 +151,7 @@ def attend_kernel(  # noqa: PLR0915 one row from its queries to its result
         if PACKED:
             low, high = main_keys(main_ptr, key, valid, C, CP)
         else:
-            # Those of empty places count for nothing: what is loaded for them is never NaN.
+            # Those of empty places count for nothing, so the first record does for them.
             key_at = main_ptr + key[:, None] * C + i[None, :]
             low = tl.load(key_at, mask=inside[None, :], other=0.0)
             high = tl.load(key_at + C // 2, mask=inside[None, :], other=0.0)
@@ -225,8 +225,8 @@ def attend_rows(
     q bfloat16 [R, >= H * C] before rotation; cos, sin float32 [R, P]; window bfloat16 [>= R +
     places - 1, C] as `window_values` gives it: row r sees its rows r + first[r] .. r + places - 1;
     first int32 [R]; sink float32 [H]; main uint8 [*, C/2 + C/16] records, or bfloat16 [*, C] as
-    `main_values` gives them, of which row 0 is record `first_main`; main_rows int32 [R, K] of
-    records, -1 in empty places.
+    `main_values` gives them, of which row 0 is record `first_main` (one at least: it is read for
+    empty places); main_rows int32 [R, K] of records, -1 in empty places.
     """
     rows, heads, channels, pairs = q.shape[0], sink.shape[0], window.shape[1], cos.shape[1]
     given = [q, cos, sin, window, first, sink]
@@ -236,6 +236,8 @@ def attend_rows(
         record_bytes("main", channels) if packed else channels
     ):
         raise ValueError(f"{main.shape[1]} bytes are no main record of {channels} channels")
+    if main is not None and not packed and not main.shape[0]:
+        raise ValueError("unpacked main records: one at least is read, got none")
     if (main is None) != (main_rows is None) or q.shape[1] < heads * channels:
         raise ValueError(f"{q.shape=} does not hold {heads} heads of {channels} channels")
     if window.shape[0] < rows + places - 1 or first.shape != (rows,):

@@ -39,7 +39,7 @@ class PlainPlan:
     warps: int = 8
     stages: int = 4
     band: int = 16
-    programs: int = 132
+    programs: int = 264
 
 
 PLAN = PlainPlan()

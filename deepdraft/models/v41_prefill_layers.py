@@ -423,7 +423,9 @@ class PrefillLayers:
                     torch.empty(size, args.head_dim, **space),
                     torch.empty(size, args.index_head_dim, **space),
                 )
-            some = slice(chunk.slot * size, chunk.slot * size + chunk.end // role.ratio)
+            # One at least, though no row sees it: empty places of a list read the first one.
+            count = max(1, chunk.end // role.ratio)
+            some = slice(chunk.slot * size, chunk.slot * size + count)
             main, keys = self._entries
             # They take the place of the source's before.
             chunk.values = {

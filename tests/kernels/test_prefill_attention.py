@@ -102,10 +102,11 @@ def test_the_reference_is_attention():
     """Up to the rounding of probabilities, against one softmax over all keys and the sink."""
     case = Case((2, 64, 16, 20, 70))
     keys, valid = case.keys()
-    o = running_sink_attention(case.turned(), keys, valid, case.sink.double(), case.scale)
+    sink = case.sink.double().cpu()
+    o = running_sink_attention(case.turned(), keys, valid, sink, case.scale, turn=kernels.PLAN.keys)
     zero = torch.zeros(len(keys), 1, 64, dtype=torch.float64)
     bias = torch.where(valid, 0.0, -torch.inf).double().unsqueeze(1).expand(-1, 2, -1)
-    sink = case.sink.double().view(1, 2, 1).expand(len(keys), -1, -1)
+    sink = sink.view(1, 2, 1).expand(len(keys), -1, -1)
     whole = sink_attention(
         case.turned(), torch.cat((keys, zero), 1), torch.cat((bias, sink), 2), case.scale
     )
@@ -157,6 +158,9 @@ def test_wrong_operands_are_refused():
     args = case.q, case.cos, case.sin, keys, case.first, case.sink
     with pytest.raises(ValueError, match="no main record"):
         kernels.attend_rows(*args, places=8, scale=1.0, main=case.window, main_rows=case.lists)
+    with pytest.raises(ValueError, match="one at least is read"):
+        none = keys[:0]
+        kernels.attend_rows(*args, places=8, scale=1.0, main=none, main_rows=case.lists)
     with pytest.raises(ValueError, match="do not do for 3 rows"):
         kernels.attend_rows(*args, places=9, scale=1.0)
     with pytest.raises(ValueError, match="no window record"):

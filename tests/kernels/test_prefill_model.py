@@ -161,6 +161,29 @@ def test_the_replay_from_the_state_of_the_reference():
     assert sorted(errors)[3] < 0.1, errors
 
 
+def test_an_empty_chunk_has_an_entry_that_empty_places_can_read():
+    pool, prefill = tiny.make(8, plans=tiny.UNPACKED)
+    chunk = make_chunk(
+        pool.caches, [], slot=1, first=0, floors=(0, 0), write_from=0, rows_at_least=8
+    )
+    with torch.inference_mode():
+        main, keys = prefill.layers._entry_values(tiny.args().roles[1], chunk)
+    assert len(main) == len(keys) == 1 and not main.isnan().any()
+
+
+@pytest.mark.full
+def test_an_empty_chunk_runs():
+    """What a server runs when it starts, with everything unpacked first."""
+    pool, prefill = tiny.make(8, plans=tiny.UNPACKED)
+    state = pool.open()
+    before = pool.window.clone()
+    with torch.inference_mode():
+        prefill.warm()
+    assert torch.equal(before, pool.window)
+    encode(prefill, state, tiny.text(3))
+    assert state.num_tokens == 3
+
+
 @pytest.mark.full
 def test_stopped_and_resumed():
     text = tiny.text(40, seed=1)
