@@ -72,7 +72,9 @@ def test_expand_collapse_norm_and_mix(shape):
     want = gemm.quantize_rows(got.u.float().cpu()).dequantize()
     assert torch.equal(got.quantised.float().cpu(), want)
     # Coefficients of the streams as they were written.
-    torch.testing.assert_close(got.coef.double(), case.mixes(got.x), rtol=4e-6, atol=1e-6)
+    # A GPU's tensor cores cut a sum off after each 16 products.
+    step = s * shape[2] // 16 * 2.0**-23 if DEVICE == "cuda" else 1e-6
+    torch.testing.assert_close(got.coef.double(), case.mixes(got.x), rtol=4 * step, atol=step)
 
 
 def test_streams_that_stay():
