@@ -141,11 +141,10 @@ def attend_kernel(  # noqa: PLR0915 one row from its queries to its result
         even_sum = dot_bf16(weights, low, even_sum * share[:, None])
         odd_sum = dot_bf16(weights, high, odd_sum * share[:, None])
     list_ptr += wide * K
-    address = tl.load(list_ptr + n, mask=n < K, other=-1)
     for start in range(0, K, N):
-        # The next turn's list a turn early, so that its keys need not wait for it.
-        place = start + N + n
-        later = tl.load(list_ptr + place, mask=place < K, other=-1)
+        place = start + n
+        # A turn early by hand is slower: 4.88 ms where this is 4.65 (8,192 rows).
+        address = tl.load(list_ptr + place, mask=place < K, other=-1)
         valid = address >= 0
         key = (tl.maximum(address, FIRST_MAIN) - FIRST_MAIN).to(tl.int64)
         if PACKED:
@@ -159,7 +158,6 @@ def attend_kernel(  # noqa: PLR0915 one row from its queries to its result
         weights, top, total, share = turn_sums(scores, valid, top, total, SCALE)
         even_sum = dot_bf16(weights, low, even_sum * share[:, None])
         odd_sum = dot_bf16(weights, high, odd_sum * share[:, None])
-        address = later
     sink = tl.load(sink_ptr + h, mask=heads, other=0.0)
     highest = tl.maximum(top, sink)
     share = tl.exp(top - highest)
