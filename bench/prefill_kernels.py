@@ -136,7 +136,7 @@ class Kernels:
 
         runs["unpack"] = unpack
         unpack()
-        for plan in variants(plain, stages=(3,), programs=(264,)):
+        for plan in variants(plain, stages=(3,), programs=(132,)):
             found = pe.sort_picks(picks, count, tall=plan.tall)
             runs[f"plain {short(plan)}"] = lambda p=plan, s=found: multiply(p, s)
         return self.times(runs, 2.0 * picks.numel() * used.rows * used.cols, float(used.nbytes))
@@ -223,7 +223,7 @@ class Kernels:
         values = pa.main_values(main, space)
         runs: Runs = {"unpack": lambda: pa.main_values(main, space)}
         for name, used in (("packed", main), ("plain", values)):
-            changes = ({}, {"stages": 4}, {"keys": 64, "stages": 2})
+            changes = ({}, {"keys": 32, "stages": 3}, {"keys": 32, "stages": 4})
             for change in changes[: 1 if name == "packed" else MOST]:
                 p = dataclasses.replace(self.plans.attention, **change)
                 runs[f"{name} {short(p)}"] = lambda p=p, used=used: pa.attend_rows(

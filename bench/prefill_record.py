@@ -19,9 +19,10 @@ LEAST_US = 2000.0
 
 
 def read(directory: Path, name: str) -> dict[str, Any]:
-    """One file of the run; empty where it was not made."""
+    """One file of the run without stages there was no time for; empty where it was not made."""
     file = directory / f"j-{name}.json"
-    return json.loads(file.read_text()) if file.is_file() else {}
+    values = json.loads(file.read_text()) if file.is_file() else {}
+    return {k: v for k, v in values.items() if not (isinstance(v, dict) and "skipped" in v)}
 
 
 def record(directory: Path, commit: str) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def record(directory: Path, commit: str) -> dict[str, Any]:
     }
     for name in ("checks", "engine", "branches", "tests"):
         values = read(directory, name)
-        for common in ("versions", "device", "ceilings", "plans", "seconds"):
+        for common in ("versions", "settings", "device", "ceilings", "plans", "seconds"):
             values.pop(common, None)
         if values:
             found[name] = values
