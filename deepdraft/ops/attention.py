@@ -20,15 +20,33 @@ def sink_attention(q: Tensor, keys: Tensor, bias: Tensor, scale: float) -> Tenso
 
     The sink is a key of zeros whose bias is the sink logit, so it adds to the denominator only.
     """
-    scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=scale)
+    scores = _scores(q, keys, bias, scale)
     return torch.bmm(scores.softmax(-1), keys)
+
+
+def _scores(q: Tensor, keys: Tensor, bias: Tensor, scale: float) -> Tensor:
+    q, keys, bias, rows = *_no_fewer_than_threads(q, keys, bias), q.shape[0]
+    return torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=scale)[:rows]
+
+
+def _no_fewer_than_threads(*operands: Tensor) -> tuple[Tensor, ...]:
+    """Operands [R, ...] of R products, filled up with the last row's.
+
+    Where MKL has fewer products than threads, it works each with several threads, whose sums depend
+    on how many (docs/numerics.md).
+    """
+    rows, least = operands[0].shape[0], torch.get_num_threads()
+    if rows >= least or operands[0].device.type != "cpu":
+        return operands
+    each = torch.arange(least).clamp_(max=rows - 1)
+    return tuple(x.index_select(0, each) for x in operands)
 
 
 def sink_attention_bf16(q: Tensor, keys: Tensor, bias: Tensor, scale: float) -> Tensor:
     """As `sink_attention`, in the published code's precision: unnormalised probabilities are
     rounded to bf16 before the value product, denominators stay in float32 (architecture notes
     3.7)."""
-    scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=scale)
+    scores = _scores(q, keys, bias, scale)
     weights = (scores - scores.amax(-1, keepdim=True)).exp_()
     total = weights.sum(-1, keepdim=True)
     rounded = weights.to(torch.bfloat16).to(q.dtype)
@@ -46,8 +64,8 @@ def chunked_sink_attention(
     `deepdraft.kernels.attention`. A row without keys gives zeros.
     """
     r, h, c = q.shape
-    scores = torch.einsum("rhc,rnc->rhn", q, keys) * scale
-    scores = scores.masked_fill(~valid.unsqueeze(1), -torch.inf).view(r, h, -1, chunk)
+    dots = torch.einsum("rhc,rnc->rhn", *_no_fewer_than_threads(q, keys))[:r]
+    scores = (dots * scale).masked_fill(~valid.unsqueeze(1), -torch.inf).view(r, h, -1, chunk)
     top = scores.amax(-1, keepdim=True).clamp(min=-1e30)
     weights = (scores - top).exp()
     rounded = weights.to(torch.bfloat16).to(q.dtype)

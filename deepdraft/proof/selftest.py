@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -128,11 +129,13 @@ def check_elementwise_rows(device: str) -> str:
 def check_attention_rows(device: str) -> str:
     """Attention with a sink and empty places; both precisions."""
     g = torch.Generator().manual_seed(3)
-    heads, width, places = 4, 64, 49
     compared = 0
-    for f in (attention.sink_attention, attention.sink_attention_bf16):
+    sizes = (4, 64, 49), (16, 128, 129)  # the second is worked by several threads where it can be
+    for (heads, width, places), f in product(
+        sizes, (attention.sink_attention, attention.sink_attention_bf16)
+    ):
 
-        def run(x: Tensor, f: Callable = f) -> Tensor:
+        def run(x: Tensor, f: Callable = f, heads: int = heads, width: int = width) -> Tensor:
             q, keys = x[:, :heads], x[:, heads:]
             bias = torch.where(keys[..., :1] > -1.0, 0.0, -torch.inf).transpose(1, 2)
             bias = bias.expand(-1, heads, -1).clone()
@@ -141,7 +144,7 @@ def check_attention_rows(device: str) -> str:
 
         compared += _rows_alone(
             f.__name__,
-            lambda n: torch.randn(n, heads + places, width, generator=g).to(device),
+            lambda n, own=(heads + places, width): torch.randn(n, *own, generator=g).to(device),
             run,
         )
     return f"{compared} comparisons"

@@ -164,3 +164,29 @@ def test_a_row_alone_and_in_a_batch(name: str) -> None:
     assert torch.equal(f(wild)[1::2], whole[1::2])
     twice = f(torch.cat([x[:5], x[:5]]))
     assert torch.equal(twice[:5], twice[5:])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("form", ["exact", "bf16", "chunked"])
+def test_attention_of_fewer_rows_than_threads(form: str, threads: int) -> None:
+    """Of sizes that several threads share (16 heads over 128 places)."""
+    x = rand(9, 16 + 128, 128, seed=10)
+    sink = rand(16, seed=11)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        q, keys = x[:, :16], x[:, 16:]
+        if form == "chunked":
+            valid = torch.ones(x.shape[0], 128, dtype=torch.bool)
+            return attention.chunked_sink_attention(q, keys, valid, sink, 0.3)
+        bias = sink.view(-1, 1).expand(x.shape[0], 16, 128).contiguous()
+        attend = attention.sink_attention if form == "exact" else attention.sink_attention_bf16
+        return attend(q, keys, bias, 0.3)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        whole = f(x)
+        for count in range(1, 9):
+            assert torch.equal(f(x[:count].clone()), whole[:count]), count
+    finally:
+        torch.set_num_threads(before)
