@@ -219,6 +219,9 @@ class Engine:
     # The engine thread
 
     def _run(self) -> None:
+        # OpenMP and MKL keep their number of threads by thread. torch hands the process' number to
+        # a new one only when it is asked there; products before that would use all cores.
+        torch.get_num_threads()
         try:
             with torch.inference_mode():
                 going = True

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import ctypes
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,6 +59,22 @@ def test_an_answer_ends_with_its_stop_token() -> None:
         assert answer(engine.generate(ask())) == ([20, 21, 22, EOS], "stop")
         assert answer(engine.generate(ask(max_new_tokens=2))) == ([20, 21], "length")
         assert answer(engine.generate(ask(max_new_tokens=4))) == ([20, 21, 22, EOS], "stop")
+
+
+def test_the_engine_thread_works_with_the_number_of_threads_torch_was_given() -> None:
+    """A new thread's OpenMP starts with all cores, whatever torch was told in another."""
+    openmp = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    seen: list[int] = []
+    runner = FakeRunner()
+    runner.prefill_fault = lambda s, ids: seen.append(openmp.omp_get_max_threads())
+    before = torch.get_num_threads()
+    torch.set_num_threads(7)
+    try:
+        with serving(runner) as engine:
+            answer(engine.generate(ask(max_new_tokens=1)))
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [7]
 
 
 def test_the_runner_sees_every_token_once_and_in_order() -> None:
