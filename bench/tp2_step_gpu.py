@@ -1,8 +1,10 @@
 """The whole step on two GPUs, random weights of the published shape: ms, and the ranks' bits.
 
-    python3 bench/tp2_step_gpu.py --json FILE [--seconds 240] [--parts golden,equal,whole]
+    python3 bench/tp2_step_gpu.py --json FILE [--seconds 240] [--parts golden,equal,stress,whole]
 
 equal: 22 layers, the two ranks' logits against both ranks emulated in turn on one GPU, bit for bit.
+stress: 40 layers without the drafter, replayed often: every replay's logits and caches against the
+step captured without programmatic launch, bit for bit, on both ranks.
 golden: the small golden checkpoint served as `serve --tp 2` does: drafted steps against plain ones.
 whole: 40 layers, drafter, one graph a step; one-shot exchange under programmatic launch at every
 row count and without it, then NCCL all-reduce, then none (the floor of this step without exchange;
@@ -74,7 +76,8 @@ def main() -> int:
         out.unlink(missing_ok=True)
         command = [
             sys.executable, "-W", "ignore", __file__, "--json", str(out), "--parts", part,
-            "--pool", str(options.pool), "--seconds", str(left - 5),
+            "--pool", str(options.pool), "--replays", str(options.replays),
+            "--seconds", str(left - 5),
         ]  # fmt: skip
         found: dict = {}
         try:
@@ -98,6 +101,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--parts", default="golden,equal,whole")
     parser.add_argument("--pool", type=int, default=96)
+    parser.add_argument("--replays", type=int, default=400, help="of one case of part stress")
     return parser.parse_args()
 
 
@@ -224,7 +228,7 @@ def work(me: Rank) -> None:
             log(f"{name}: {value}")
 
     with me.pulse.step():
-        {"equal": equal, "whole": whole}[options.parts](group, options, note)
+        {"equal": equal, "whole": whole, "stress": stress}[options.parts](group, options, note)
     dist.barrier()
 
 
@@ -364,6 +368,43 @@ def whole(group: ProcessGroup, options: argparse.Namespace, note) -> None:
             note(f"{name}, rows {rows} experts {experts}", timed(bench, group, rows, experts))
             if "one-shot" in name:
                 exchange.check()
+
+
+def stress(group: ProcessGroup, options: argparse.Namespace, note) -> None:
+    """Replays of the captured step that give other bits than the plain one, by rank."""
+    begin = time.monotonic()
+    args = dummy_args(full_args(), expert_pool=options.pool, engram_rows=4_000_000)
+    exchange = symmetric(group)
+    bench = RankBench(
+        args, group.rank, group.size, lambda own: RankJoins(exchange, own), drafter=False
+    )
+    state = [bench.caches.window_rows, *bench.caches.main.values(), *bench.caches.index.values()]
+    for rows, experts in ROWS:
+        if time.monotonic() - begin > options.seconds - 20:
+            note(f"rows {rows} experts {experts}", "no time left")
+            continue
+        bench.rng = np.random.default_rng(1)
+        bench.set_rows(rows, experts)
+        use_programmatic_launch(False)
+        plain = bench.capture()
+        wrong = torch.zeros(3, dtype=torch.int64, device="cuda")  # logits, state, plain logits
+        plain.graph.replay()
+        logits, kept = plain.logits[:rows].clone(), [part.clone() for part in state]
+        for _ in range(5):
+            plain.graph.replay()
+            wrong[2] += (plain.logits[:rows].view(torch.int32) != logits.view(torch.int32)).any()
+        use_programmatic_launch(True)
+        step = bench.capture()
+        for _ in range(options.replays):
+            step.graph.replay()
+            wrong[0] += (step.logits[:rows].view(torch.int32) != logits.view(torch.int32)).any()
+            for part, other in zip(state, kept, strict=True):
+                wrong[1] += (part != other).any()
+        torch.cuda.synchronize()
+        exchange.check()
+        found = [part.tolist() for part in group.gather(wrong)]
+        note(f"rows {rows} experts {experts}", {"replays": options.replays, "differ": found})
+        del plain, step
 
 
 def timed(bench: RankBench, group: ProcessGroup, rows: int, experts: int) -> dict:

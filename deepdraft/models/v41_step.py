@@ -326,7 +326,9 @@ class DeviceStep:
             gemv.gemv(u_quant, w.w_in), w.q_norm, w.kv_norm, *turn, places.of("window"), window,
             norm_eps=eps,
         )  # fmt: skip
+        self._note(f"L{layer}.attn_c", c_quant.codes)
         query = gemv.gemv(c_quant, w.w_query)
+        self._note(f"L{layer}.attn_q", query)
         if w.raw is not None:
             self.lanes.join("side")
         main = chosen = None

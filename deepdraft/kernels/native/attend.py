@@ -7,7 +7,6 @@ Owns: parameters and macros, which shapes the kernel takes. Knows nothing of: co
 """
 
 import ctypes
-import functools
 
 import torch
 from torch import Tensor
@@ -76,10 +75,9 @@ def combine_macros(pairs: int, chunks: int, window: int) -> dict[str, int]:
     return {**more, "C": CHANNELS, "PAIRS": pairs, "CHUNKS": chunks, "WINDOW": window, **size}
 
 
-@functools.cache
 def _kernel(device: torch.device, pairs: int, heads: int) -> build.Kernel:
     made = macros(pairs, heads)
-    return build.Kernel.load(device, "attend.cu", "attend_kernel", made, threads=_THREADS)
+    return build.Kernel.kept(device, "attend.cu", "attend_kernel", made, threads=_THREADS)
 
 
 def chunks(
@@ -105,13 +103,8 @@ def chunks(
 
 
 def _combiner(device: torch.device, pairs: int, chunks: int, window: int) -> build.Kernel:
-    return _loaded(device, tuple(combine_macros(pairs, chunks, window).items()))
-
-
-@functools.cache
-def _loaded(device: torch.device, made: tuple[tuple[str, int], ...]) -> build.Kernel:
-    count = CHANNELS // 4
-    return build.Kernel.load(device, "combine.cu", "combine_kernel", dict(made), threads=count)
+    made = combine_macros(pairs, chunks, window)
+    return build.Kernel.kept(device, "combine.cu", "combine_kernel", made, threads=CHANNELS // 4)
 
 
 def combine(

@@ -7,7 +7,6 @@ Owns: parameters and macros, which shapes the kernel takes. Knows nothing of: co
 """
 
 import ctypes
-import functools
 
 import torch
 from torch import Tensor
@@ -53,12 +52,11 @@ def macros(streams: int, picks: int) -> dict[str, int]:
     return {"S": streams, "K": picks, "CL": CLUSTER, "SHARED_BYTES": _SHARED_BYTES}
 
 
-@functools.cache
 def _kernel(
     device: torch.device, streams: int, picks: int, cluster: int, threads: int
 ) -> build.Kernel:
     made = macros(streams, picks)
-    return build.Kernel.load(device, "boundary.cu", "boundary_kernel", made, threads=threads)
+    return build.Kernel.kept(device, "boundary.cu", "boundary_kernel", made, threads=threads)
 
 
 def boundary(

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from deepdraft.kernels.native import trials
 from deepdraft.telemetry import logger
 
 SOURCES = Path(__file__).parent
@@ -184,6 +185,14 @@ class Kernel:
             torch.cuda.current_stream()  # the context exists
             return cls(code, name, threads=threads, shared=macros["SHARED_BYTES"])
 
+    @classmethod
+    def kept(
+        cls, device: torch.device, file: str, name: str, macros: Mapping[str, int], *, threads: int
+    ) -> "Kernel":
+        """As `load`, once for each set of macros."""
+        more = {"ORDERED": 1} if trials.on("ordered") else {}
+        return _kept(device, file, name, tuple(sorted({**macros, **more}.items())), threads)
+
     def launch(
         self, grid: tuple[int, int], params: ctypes.Structure, *, programmatic: bool
     ) -> None:
@@ -196,3 +205,10 @@ class Kernel:
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         status = _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, arguments, None)
         _called(status, "cuLaunchKernelEx")
+
+
+@functools.cache
+def _kept(
+    device: torch.device, file: str, name: str, macros: tuple[tuple[str, int], ...], threads: int
+) -> Kernel:
+    return Kernel.load(device, file, name, dict(macros), threads=threads)

@@ -6,6 +6,12 @@ typedef unsigned short u16;
 typedef unsigned char u8;
 typedef unsigned long long u64;
 
+// ORDERED: a kernel lets the next one start when its own inputs are there, so no more than two of a
+// chain run at once; without it some let it start at once (trial `ordered`).
+#ifndef ORDERED
+#define ORDERED 0
+#endif
+
 #ifndef EMULATED
 extern __shared__ __align__(128) u8 raw[];
 

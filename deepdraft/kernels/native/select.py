@@ -7,7 +7,6 @@ Owns: parameters. Knows nothing of: compiling (build).
 """
 
 import ctypes
-import functools
 
 import torch
 from torch import Tensor
@@ -45,9 +44,8 @@ def _shared_bytes(most: int) -> int:
     return 4 * (most + 3 * THREADS + 3 * 32)
 
 
-@functools.cache
 def _kernel(device: torch.device, most: int) -> build.Kernel:
-    return build.Kernel.load(device, "select.cu", "select_kernel", macros(most), threads=THREADS)
+    return build.Kernel.kept(device, "select.cu", "select_kernel", macros(most), threads=THREADS)
 
 
 def select(

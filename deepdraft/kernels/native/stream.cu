@@ -245,7 +245,7 @@ stream_kernel(const __grid_constant__ Params p) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, row_tile = blockIdx.y;
     const int sets = (p.units + WM - 1) / WM;
     const int wk = warp % WK, wm = warp / WK, g = lane >> 2, t = lane & 3;
-    if (!FP4) launch_dependents();
+    if (!FP4 && !ORDERED) launch_dependents();
     RawRows raw_rows = {};
     if (UP && warp < WARPS) {   // beside the list, not behind the weights
         dependency_wait();
@@ -302,7 +302,7 @@ stream_kernel(const __grid_constant__ Params p) {
     if (WK > 1 && warp == WARPS) {  // adds the warps' sums
 #endif
         dependency_wait();
-        if (FP4) launch_dependents();
+        if (FP4 || ORDERED) launch_dependents();
         Picks picks;
         int held = -1;
         for (int task = first_task; task < end_task; task++, k.next(sets)) {
@@ -406,7 +406,7 @@ stream_kernel(const __grid_constant__ Params p) {
         if (some) fetch_rows(raw_rows, p, row_tile, own_slot, first_group(k), g, t);
     }
     // Not before the list is there: the down product reads it before it waits.
-    if (FP4) launch_dependents();
+    if (FP4 || ORDERED) launch_dependents();
 
     Rows rows;
     Picks picks;

@@ -135,9 +135,8 @@ def _kernel(device: torch.device, kind: int, plan: StreamPlan, output: int) -> b
     return _loaded(device, tuple(made.items()), threads(plan))
 
 
-@functools.cache
 def _loaded(device: torch.device, made: tuple[tuple[str, int], ...], count: int) -> build.Kernel:
-    return build.Kernel.load(device, "stream.cu", "stream_kernel", dict(made), threads=count)
+    return build.Kernel.kept(device, "stream.cu", "stream_kernel", dict(made), threads=count)
 
 
 @functools.cache

@@ -20,6 +20,7 @@ NAMES = {
     "combine_plain": "... and this starts when attention has ended",
     "combine_four": "Triton's combine kernel by four warps instead of two",
     "query": "the query map with bulk copies (read at load)",
+    "ordered": "no kernel lets the next one start before its own inputs are there",
     "lanes": "every lane arrives at the barriers of sums (racecheck; slower)",
 }
 _chosen: frozenset[str] | None = None

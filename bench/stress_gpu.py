@@ -1,0 +1,282 @@
+"""The captured step again and again on one GPU: is every replay the first one, bit for bit?
+
+    python bench/stress_gpu.py --json FILE [--seconds 190] [--parts forms,where,grid,alone,whole]
+
+What a step gives (logits) and leaves (caches, tokens) is compared on the device, after every
+replay, with the same step captured without programmatic launch.
+
+forms  6 rows, 22 experts, every form of `FORMS`, many replays and the time of one: `kept` is the
+       fastest with no other bits anywhere
+where  for forms that gave other bits: which result of which layer is the first to differ. All
+       results are kept, so no memory serves twice within a step
+grid   `kept` at 1 to 8 rows, several numbers of experts and contexts
+alone  `kept`, routed freely: each row alone against its bits beside the others
+whole  times of the whole step with `kept` (what bench/results/c-step.json holds)
+
+The GPU must be idle otherwise. Random weights of the published shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
+
+import torch  # noqa: E402
+import trials_gpu  # noqa: E402
+from step_results import Results  # noqa: E402
+
+from deepdraft.kernels import runtime  # noqa: E402
+from deepdraft.kernels.native import stream  # noqa: E402
+from deepdraft.models.v41_buffers import RowInputs  # noqa: E402
+from deepdraft.models.v41_step import Lanes  # noqa: E402
+from deepdraft.proof.bench_step import Capture, time_graph  # noqa: E402
+
+FORMS = (
+    "", "combine", "query", "combine+query", "ordered", "combine+ordered", "query+ordered",
+    "combine+query+ordered",
+)  # fmt: skip
+GRID = ((1, 6), (2, 11), (4, 18), (6, 22), (6, 35), (8, 25))
+CONTEXTS = (120, 1016, 16376, 32768)
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor in the widest integers that they fill."""
+    flat = t.contiguous().view(-1).view(torch.uint8)
+    return flat.view(torch.int64) if flat.numel() % 8 == 0 else flat
+
+
+def parted(text: str) -> frozenset[str]:
+    return frozenset(text.split("+")) - {""}
+
+
+class Stress(trials_gpu.Tried):
+    """Steps captured twice: as they are used, and without programmatic launch."""
+
+    def at(self, rows: int, experts: int | None, context: int) -> None:
+        """Rows after `context` tokens, always the same ones."""
+        bench = self.p.bench
+        longest, bench.context = bench.context, context
+        bench.rng = trials_gpu.np.random.default_rng(5)
+        bench.set_rows(rows, experts)
+        bench.context = longest
+
+    def captured(self, *, programmatic: bool) -> Capture:
+        runtime.use_programmatic_launch(programmatic)
+        try:
+            return self.p.bench.capture()
+        finally:
+            runtime.use_programmatic_launch(True)
+
+    def state(self) -> list[torch.Tensor]:
+        c = self.p.bench.caches
+        parts = [c.window_rows, *c.main.values(), *c.index.values(), *c.pending.values(), c.tokens]
+        return [bits(part) for part in parts]
+
+    def reference(self, rows: int) -> tuple[torch.Tensor, list[torch.Tensor], int]:
+        """Logits and state of the plain step, and how many of 5 further replays differ."""
+        plain = self.captured(programmatic=False)
+        plain.graph.replay()
+        self.p.bench.synchronize()
+        logits = plain.logits[:rows].clone()
+        differ = 0
+        for _ in range(5):
+            plain.graph.replay()
+            differ += int(not torch.equal(bits(plain.logits[:rows]), bits(logits)))
+        return logits, [part.clone() for part in self.state()], differ
+
+    def case(
+        self, names: frozenset[str], rows: int, experts: int | None, context: int, replays: int,
+        *, timed: bool = False, lanes: bool = True,
+    ) -> dict:  # fmt: skip
+        """One step, replayed so often: how many replays gave other logits (by row) or state."""
+        self.use(names)
+        self.at(rows, experts, context)
+        logits, state, plain_differ = self.reference(rows)
+        bench = self.p.bench
+        usual = bench.step.lanes
+        if not lanes:
+            bench.step.lanes = Lanes(bench.weights.device, on=False)
+        try:
+            step = self.captured(programmatic=True)
+        finally:
+            bench.step.lanes = usual
+        want, now = logits.view(torch.int32), self.state()
+        by_row = torch.zeros(rows, dtype=torch.int64, device=bench.device)
+        wrong, wrong_state = (
+            torch.zeros((), dtype=torch.int64, device=bench.device) for _ in range(2)
+        )
+        for _ in range(replays):
+            step.graph.replay()
+            apart = (step.logits[:rows].view(torch.int32) != want).any(1)
+            by_row += apart
+            wrong += apart.any()
+            other = torch.zeros((), dtype=torch.bool, device=bench.device)
+            for part, kept in zip(now, state, strict=True):
+                other |= (part != kept).any()
+            wrong_state += other
+        found: dict[str, object] = {
+            "replays": replays, "logits_differ": int(wrong), "by_row": by_row.tolist(),
+            "state_differs": int(wrong_state), "plain_differ": plain_differ,
+            "finite": bool(torch.isfinite(logits).all()),
+        }  # fmt: skip
+        if timed:
+            found["ms"] = round(time_graph(step.graph.replay, replays=10).median, 4)
+        return found
+
+    def where(self, names: frozenset[str], most: int, seconds: float) -> dict:
+        """The first results that differ, of each replay with other logits."""
+        self.use(names)
+        self.at(6, 22, 32768)
+        step = self.p.bench.step
+        seen: dict[str, torch.Tensor] = {}
+        step.observer = lambda name, value: seen.__setitem__(name, value)
+        try:
+            plain = self.captured(programmatic=False)
+            plain.graph.replay()
+            self.p.bench.synchronize()
+            want = {name: value.clone() for name, value in seen.items()}
+            want["logits"] = plain.logits.clone()
+            del plain
+            seen.clear()
+            captured = self.captured(programmatic=True)
+        finally:
+            step.observer = None
+        seen["logits"] = captured.logits
+        found: list[list] = []
+        begin, done = time.perf_counter(), 0
+        while done < most and time.perf_counter() - begin < seconds and len(found) < 12:
+            captured.graph.replay()
+            done += 1
+            if torch.equal(bits(seen["logits"][:6]), bits(want["logits"][:6])):
+                continue
+            apart = []
+            for name, value in seen.items():
+                rows = (value[:6].flatten(1) != want[name][:6].flatten(1)).nonzero()
+                if len(rows):
+                    places = rows[:, 1]
+                    apart.append([
+                        name, sorted(set(rows[:, 0].tolist())), len(rows),
+                        int(places.min()), int(places.max()),
+                    ])  # fmt: skip
+                if len(apart) == 3:
+                    break
+            found.append(apart)
+        return {"replays": done, "first": found}
+
+    def alone(self, context: int, replays: int) -> dict:
+        """Six rows, then each of them alone, routed freely."""
+        bench = self.p.bench
+        self.at(6, None, context)
+        assert bench.inputs is not None
+        ids = bench.inputs.ids[:6].tolist()
+        six = self.captured(programmatic=True)
+        six.graph.replay()
+        want = six.logits[:6].clone()
+        bench.inputs = RowInputs(1, bench.device)
+        bench.inputs.set([(0, context, ids[:1])])
+        one = self.captured(programmatic=True)
+        wrong = torch.zeros(6, dtype=torch.int64, device=bench.device)
+        for i in range(6):
+            bench.inputs.set([(0, context + i, ids[i : i + 1])])
+            for _ in range(replays):
+                one.graph.replay()
+                wrong[i] += (bits(one.logits[:1]) != bits(want[i : i + 1])).any()
+        return {"replays": 6 * replays, "rows_apart": wrong.tolist()}
+
+
+def clean(found: object) -> bool:
+    """Whether a case saw nothing but the plain step's bits."""
+    counts = ("logits_differ", "state_differs", "plain_differ")
+    return isinstance(found, dict) and all(found.get(n) == 0 for n in counts)
+
+
+def fastest(forms: dict[str, object]) -> str | None:
+    """Of the forms without any difference the one whose step is shortest."""
+    good = {n: f["ms"] for n, f in forms.items() if clean(f) and isinstance(f, dict) and "ms" in f}
+    return min(good, key=lambda n: good[n]) if good else None
+
+
+def choose(stress: Stress, results: Results, args: argparse.Namespace) -> str | None:
+    """Every form; where other bits were seen, whether side lanes and which result they start at."""
+    forms: dict[str, object] = {}
+    of = partial(stress.case, rows=6, experts=22, context=args.context, replays=args.replays)
+    for form in args.forms.split(","):
+        run = partial(of, parted(form), timed=True)
+        forms[form] = results.stage(f"form {form or 'usual'}", run, needs=12)
+    dirty = [f for f, found in forms.items() if not clean(found)]
+    for form in dirty[:2]:
+        run = partial(of, parted(form), lanes=False)
+        results.stage(f"form {form or 'usual'}, one lane", run, needs=60)
+    for form in dirty[:3] if "where" in args.parts else ():
+        run = partial(stress.where, parted(form), args.replays, 6.0)
+        results.stage(f"where {form or 'usual'}", run, needs=60)
+    kept = fastest(forms)
+    results.data["kept"] = kept
+    print(f"-- kept: {kept!r}", flush=True)
+    return kept
+
+
+def confirm(stress: Stress, results: Results, args: argparse.Namespace, kept: str) -> None:
+    """One form at other rows, experts and contexts, its rows alone, and its times."""
+    stress.use(parted(kept))
+    if "grid" in args.parts:
+        for rows, experts in GRID:
+            for context in CONTEXTS:
+                run = partial(stress.case, parted(kept), rows, experts, context, args.replays // 4)
+                results.stage(f"grid rows {rows} experts {experts} at {context}", run, needs=40)
+    if "alone" in args.parts:
+        for context in (120, 32768):
+            results.stage(f"alone at {context}", partial(stress.alone, context, 20), needs=35)
+    if "whole" in args.parts:
+        for rows, experts in trials_gpu.ROWS:
+            run = partial(stress.p.whole, rows, experts)
+            results.stage(f"whole rows {rows} experts {experts}", run)
+        results.stage("profile", partial(stress.p.profile, 6, 22))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=190)
+    parser.add_argument("--parts", default="forms,where,grid,alone,whole")
+    parser.add_argument("--forms", default=",".join(FORMS))
+    parser.add_argument("--kept", default="", help="without part forms: the form to look at")
+    parser.add_argument("--replays", type=int, default=400)
+    parser.add_argument("--layers", type=int, default=40)
+    parser.add_argument("--pool", type=int, default=96)
+    parser.add_argument("--context", type=int, default=32768)
+    args = parser.parse_args()
+    os.environ[stream.SETTING] = "all"
+    results = Results(args.json, args.seconds)
+    results.data["device"] = torch.cuda.get_device_name()
+    wanted = trials_gpu.wanted()
+    wanted += [(file, {**made, "ORDERED": 1}) for file, made in wanted]
+    built = threading.Thread(target=trials_gpu.prebuild, args=(wanted,))
+    built.start()
+    made: list[Stress] = []
+    results.stage("load", lambda: made.append(Stress(args)) or made[0].p.loaded())
+    if not made:
+        raise SystemExit("no weights")
+    stress = made[0]
+    stress.use(frozenset())
+    results.stage("compile", stress.p.compile)
+    built.join()
+    kept = choose(stress, results, args) if "forms" in args.parts else args.kept
+    if kept is None:
+        raise SystemExit("no form gives the same bits every time")
+    confirm(stress, results, args, kept)
+    cases = [f for f in results.data.values() if isinstance(f, dict) and "logits_differ" in f]
+    results.data["replays"] = sum(f["replays"] for f in cases)
+    results.save()
+
+
+if __name__ == "__main__":
+    main()
