@@ -41,7 +41,7 @@ from deepdraft.proof.bench_step import Capture, time_graph  # noqa: E402
 
 FORMS = (
     "", "combine", "query", "combine+query", "ordered", "combine+ordered", "query+ordered",
-    "combine+query+ordered",
+    "combine+query+ordered", "combine+fresh", "query+fresh",
 )  # fmt: skip
 GRID = ((1, 6), (2, 11), (4, 18), (6, 22), (6, 35), (8, 25))
 CONTEXTS = (120, 1016, 16376, 32768)
@@ -258,7 +258,8 @@ def main() -> None:
     results = Results(args.json, args.seconds)
     results.data["device"] = torch.cuda.get_device_name()
     wanted = trials_gpu.wanted()
-    wanted += [(file, {**made, "ORDERED": 1}) for file, made in wanted]
+    more = ({"ORDERED": 1}, {"FRESH": 1})
+    wanted += [(file, made | other) for other in more for file, made in wanted]
     built = threading.Thread(target=trials_gpu.prebuild, args=(wanted,))
     built.start()
     made: list[Stress] = []

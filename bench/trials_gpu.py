@@ -47,10 +47,10 @@ from deepdraft.kernels.native.fragments import Streamed  # noqa: E402
 Names = frozenset[str]
 ALONE = (
     "combine", "combine_l2", "combine_held", "combine_plain", "combine_l2+combine_held",
-    "combine_four", "query", "ordered",
+    "combine_four", "query", "ordered", "fresh",
 )  # fmt: skip
 """Tried alone."""
-SAME_BITS = frozenset({"combine_four", "ordered", "lanes"})
+SAME_BITS = frozenset({"combine_four", "ordered", "fresh", "lanes"})
 """Forms that promise the usual bits; the others sum in another order or take other exponentials."""
 PLANS = frozenset({"query"})
 """Forms that are plans of weights."""

@@ -190,7 +190,7 @@ class Kernel:
         cls, device: torch.device, file: str, name: str, macros: Mapping[str, int], *, threads: int
     ) -> "Kernel":
         """As `load`, once for each set of macros."""
-        more = {"ORDERED": 1} if trials.on("ordered") else {}
+        more = {n.upper(): 1 for n in ("ordered", "fresh") if trials.on(n)}
         return _kept(device, file, name, tuple(sorted({**macros, **more}.items())), threads)
 
     def launch(

@@ -11,6 +11,10 @@ typedef unsigned long long u64;
 #ifndef ORDERED
 #define ORDERED 0
 #endif
+// FRESH: nothing that the L1 cache holds from before the wait is read after it (trial `fresh`).
+#ifndef FRESH
+#define FRESH 0
+#endif
 
 #ifndef EMULATED
 extern __shared__ __align__(128) u8 raw[];
@@ -95,6 +99,7 @@ __device__ __forceinline__ void barriers_made() {
 }
 __device__ __forceinline__ void dependency_wait() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (FRESH) asm volatile("fence.acq_rel.gpu;" ::: "memory");
 }
 __device__ __forceinline__ void launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -21,6 +21,7 @@ NAMES = {
     "combine_four": "Triton's combine kernel by four warps instead of two",
     "query": "the query map with bulk copies (read at load)",
     "ordered": "no kernel lets the next one start before its own inputs are there",
+    "fresh": "the L1 cache is emptied after every wait for the kernel before",
     "lanes": "every lane arrives at the barriers of sums (racecheck; slower)",
 }
 _chosen: frozenset[str] | None = None
