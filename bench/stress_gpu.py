@@ -42,6 +42,7 @@ from deepdraft.proof.bench_step import Capture, time_graph  # noqa: E402
 FORMS = (
     "", "combine", "query", "combine+query", "ordered", "combine+ordered", "query+ordered",
     "combine+query+ordered", "combine+fresh", "query+fresh",
+    "combine+query+fresh",
 )  # fmt: skip
 GRID = ((1, 6), (2, 11), (4, 18), (6, 22), (6, 35), (8, 25))
 CONTEXTS = (120, 1016, 16376, 32768)
