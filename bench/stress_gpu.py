@@ -81,7 +81,7 @@ class Stress(trials_gpu.Tried):
         parts = [c.window_rows, *c.main.values(), *c.index.values(), *c.pending.values(), c.tokens]
         return [bits(part) for part in parts]
 
-    def reference(self, rows: int) -> tuple[torch.Tensor, list[torch.Tensor], int]:
+    def plain_step(self, rows: int) -> tuple[torch.Tensor, list[torch.Tensor], int]:
         """Logits and state of the plain step, and how many of 5 further replays differ."""
         plain = self.captured(programmatic=False)
         plain.graph.replay()
@@ -100,7 +100,7 @@ class Stress(trials_gpu.Tried):
         """One step, replayed so often: how many replays gave other logits (by row) or state."""
         self.use(names)
         self.at(rows, experts, context)
-        logits, state, plain_differ = self.reference(rows)
+        logits, state, plain_differ = self.plain_step(rows)
         bench = self.p.bench
         usual = bench.step.lanes
         if not lanes:
