@@ -76,8 +76,7 @@ class Engine:
         self.speculator = Speculator(runner, sampler, speculation or Speculation())
         self._ahead = runner.ahead() if hasattr(runner, "ahead") else None
         self._clock = clock
-        # Of a prompt's part. What other programs take of the processor is not its own time: smaller
-        # parts would only cost more.
+        # Of a prompt's part. What other programs take is not its own time: smaller parts cost more.
         computes_here = getattr(runner, "computes_here", False)
         self._busy = time.thread_time if computes_here else time.perf_counter
         self._pace = Pace(max_stall_ms, least_rows=getattr(runner, "least_rows", LEAST_ROWS))
@@ -219,9 +218,7 @@ class Engine:
     # The engine thread
 
     def _run(self) -> None:
-        # OpenMP and MKL keep their number of threads by thread. torch hands the process' number to
-        # a new one only when it is asked there; products before that would use all cores.
-        torch.get_num_threads()
+        torch.get_num_threads()  # gives torch's number to this thread's OpenMP and MKL, too
         try:
             with torch.inference_mode():
                 going = True
