@@ -78,8 +78,13 @@ class Answer:
     seconds: float
     """Of decoding; of several streams an equal share of the whole run."""
     cpu_seconds: float
-    num_tokens: int
+    token_ids: tuple[int, ...]
     blocks: list[Observation] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Those of steps of decoding: all but the first, which is the prompt's own."""
+        return len(self.token_ids) - 1
 
 
 class Bench:
@@ -198,21 +203,22 @@ class Bench:
 
 
 def _answer(prompt: Prompt, events: Iterable[TokenEvent]) -> Answer | None:
-    begin, cpu, stats, num_tokens = None, 0.0, None, 0
+    begin, cpu, stats = None, 0.0, None
+    token_ids: list[int] = []
     for event in events:
         if event.error is not None:
             raise EngineError(event.error)
-        if begin is None:
-            # At the first token: decoding alone is timed.
+        if begin is None and event.token_ids:
+            # At the first token: decoding alone is timed. A prompt that is read slowly has events
+            # before it.
             begin, cpu = time.perf_counter(), time.process_time()
-        else:
-            num_tokens += len(event.token_ids)
+        token_ids += event.token_ids
         stats = event.stats or stats
     assert begin is not None
     if stats is None:
         return None
     seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
-    return Answer(prompt, stats, seconds, cpu, num_tokens)
+    return Answer(prompt, stats, seconds, cpu, tuple(token_ids))
 
 
 def accept(

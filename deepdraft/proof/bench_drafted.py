@@ -4,11 +4,13 @@ Owns: the interleaved runs, what is made of their times. Knows nothing of: thres
 """
 
 from collections import Counter
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from deepdraft.engine.engine import STEP_PARTS
 from deepdraft.engine.load import read_calibrations
+from deepdraft.errors import EngineError
 from deepdraft.proof.bench_accept import Answer, Bench, Setting
 from deepdraft.proof.prompts import evenly, load_prompts
 from deepdraft.spec.calibrate import Calibration
@@ -43,12 +45,14 @@ def drafted(
     best: dict[tuple[str, str], list[float]] = {}
     lengths: dict[str, float] = {}
     texts: dict[tuple[str, str], int] = {}
+    first: dict[str, list[Answer]] = {}
     parts: dict[str, Counter[str]] = {name: Counter() for name in settings}
     for _ in range(runs):
         for domain in domains:
             own = [p for p in chosen if p.domain == domain]
             for name, setting in settings.items():
                 answers = bench.run(own, setting, tokens, calibration)
+                _agree(first.setdefault(domain, answers), answers, f"{name} answers of {domain}")
                 times = [_sum(answers, "seconds"), _sum(answers, "cpu_seconds")]
                 old = best.get((domain, name), times)
                 best[domain, name] = [min(a, b) for a, b in zip(old, times, strict=True)]
@@ -92,6 +96,20 @@ def _draft_of_verify(bench: Bench) -> dict[str, float]:
     }
 
 
+def _agree(first: list[Answer], answers: list[Answer], what: str) -> None:
+    """Raises EngineError where an answer is not that of the first run, token for token."""
+    for one, other in zip_longest(first, answers):
+        if one is None or other is None or one.prompt != other.prompt:
+            raise EngineError(f"{what}: {len(answers)}, of other prompts than the first plain ones")
+        if one.token_ids != other.token_ids:
+            pairs = zip_longest(one.token_ids, other.token_ids)
+            at = next(i for i, (a, b) in enumerate(pairs) if a != b)
+            raise EngineError(
+                f"{what} differ from the first plain ones: a prompt of {len(one.prompt.ids)} "
+                f"tokens, token {at} of {len(one.token_ids)} and {len(other.token_ids)}"
+            )
+
+
 def _sum(answers: list[Answer], name: str) -> float:
     return sum(getattr(a, name) for a in answers)
 
@@ -104,7 +122,6 @@ def _row(
 ) -> dict[str, Any]:
     plain, with_drafts = best[domain, "plain"], best[domain, "drafted"]
     tokens = texts[domain, "plain"]
-    assert tokens == texts[domain, "drafted"], "drafted answers differ from plain ones"
     return {
         "domain": domain,
         "tokens": tokens,

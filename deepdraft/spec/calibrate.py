@@ -67,7 +67,7 @@ class Calibration:
             temperatures = tuple(float(x) for x in values["temperatures"])
             shifts = tuple(float(x) for x in values.get("shifts", [0.0] * len(temperatures)))
             means = tuple(float(x) for x in values.get("means", ()))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(
                 f"calibration: a list of temperatures is needed: {error!r}"
             ) from error

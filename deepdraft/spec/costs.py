@@ -114,7 +114,7 @@ class CostTable:
                 ms=tuple(tuple(float(v) for v in line) for line in values["ms"]),
                 padded=bool(values.get("padded", False)),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"cost table: rows, loads and ms are needed: {error!r}") from error
 
 
@@ -178,7 +178,7 @@ class StepCosts:
                 sampled_draft=float(values.get("sampled_draft", 0.0)),
                 short_draft=float(values.get("short_draft", 1.0)),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"costs: tables verify and draft are needed: {error!r}") from error
 
 

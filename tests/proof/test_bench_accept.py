@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deepdraft.engine.sampler import Sampler
-from deepdraft.errors import ConfigError
+from deepdraft.errors import ConfigError, EngineError
 from deepdraft.proof import bench_accept, bench_drafted, bench_lossless
 from deepdraft.proof.plot_accept import plot
 from deepdraft.proof.prompts import Prompt, context_for, evenly, load_prompts
@@ -19,6 +19,7 @@ from deepdraft.spec.calibrate import Calibration, Observation
 from deepdraft.spec.costs import CostTable, StepCosts
 from deepdraft.spec.live import LiveCosts
 from deepdraft.text.tokenizer import Tokenizer
+from deepdraft.types import DecodeStats, PromptProgress, TokenEvent
 
 MODEL = bundled_checkpoint()
 COSTS = StepCosts(
@@ -169,6 +170,41 @@ def test_drafted_against_plain() -> None:
     assert result["ms_per_step"]["plain"]["verify"] > 0
     assert result["ms_per_drafted_step"]["draft"] > 0
     assert all(0 < part < 1 for part in result["draft_of_verify"].values())
+
+
+def answered(*parts: tuple[int, ...], waits: int = 0, ids: tuple[int, ...] = (1, 2)) -> Any:
+    progress = PromptProgress(done=1, total=2, tokens_per_second=1.0, seconds_left=1.0)
+    stats = DecodeStats(
+        rule="coupled",
+        steps=2,
+        drafted_steps=0,
+        drafts=0,
+        verified=0,
+        accepted=0,
+        histogram=(2,),
+        average_iteration_ms=1.0,
+        average_accept_length=1.0,
+    )
+    events = [TokenEvent(request_id="r", progress=progress)] * waits
+    events += [TokenEvent(request_id="r", token_ids=part) for part in parts]
+    events.append(TokenEvent(request_id="r", finish_reason="length", stats=stats))
+    return bench_accept._answer(Prompt("a", ids), events)
+
+
+def test_a_prompt_that_is_read_slowly_changes_no_count() -> None:
+    """Events of its progress come before the first token, and hold none."""
+    assert [answered((7,), (8, 9), waits=n).num_tokens for n in (0, 1, 2)] == [2, 2, 2]
+
+
+def test_answers_that_differ_are_told() -> None:
+    same = answered((7,), (8, 9)), answered((7, 8), (9,), waits=1)
+    bench_drafted._agree([same[0]], [same[1]], "drafted answers")
+    for other, at in ((answered((7,), (9, 9)), 1), (answered((7,), (8,)), 2)):
+        with pytest.raises(EngineError, match=f"drafted answers differ.* 2 tokens, token {at} "):
+            bench_drafted._agree([same[0]], [other], "drafted answers")
+    for others in ([], [*same], [answered((7,), (8, 9), ids=(1, 3))]):
+        with pytest.raises(EngineError, match="of other prompts"):
+            bench_drafted._agree([same[0]], others, "drafted answers")
 
 
 def test_lossless_finds_a_planted_fault(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,6 +123,7 @@ def test_calibrations_survive_json_and_are_checked() -> None:
         {"temperatures": []},
         {"temperatures": [0.0]},
         {"temperatures": [math.nan]},
+        {"temperatures": [10**400]},
         {"temperatures": [1.0], "shifts": [math.inf]},
         {"temperatures": [1.0], "shifts": [0.0, 0.0]},
         {"temperatures": [1.0], "means": [1.5]},

@@ -64,6 +64,8 @@ def test_tables_survive_json() -> None:
         {"rows": [1], "ms": [[math.nan]]},
         {"rows": [1], "ms": [[math.inf]]},
         {"rows": [1], "ms": [["x"]]},
+        {"rows": [1, math.inf], "ms": [[1.0, 2.0]]},
+        {"rows": [1], "ms": [[10**400]]},
     ],
 )
 def test_senseless_tables_are_refused(bad: dict[str, Any]) -> None:
