@@ -8,7 +8,10 @@ from deepdraft.telemetry import logger
 from deepdraft.types import PromptProgress
 
 EVERY_S = 1.0
-"""Between two events of one request."""
+"""Between two events of one request at least."""
+SPACING = 20
+"""The next event comes after the 20th part of the time so far: some clients end a stream that
+brings 300 lines without data (go-openai does), two of which are one event."""
 LOG_EVERY_S = 10.0
 
 
@@ -24,7 +27,8 @@ class Reading:
         since, before = request.told or (request.opened, start)
         request.told = since, before
         done, total = request.num_computed, request.num_context
-        if now - since < EVERY_S or now <= since or done <= before:
+        spacing_s = max(EVERY_S, (now - request.opened) / SPACING)
+        if now - since < spacing_s or now <= since or done <= before:
             return None
         rate = (done - before) / (now - since)
         request.told = now, done

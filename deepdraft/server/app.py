@@ -29,6 +29,7 @@ from deepdraft.server.connections import LEAST_BYTES_PER_S
 from deepdraft.server.dialect_routes import dialect_routes
 from deepdraft.server.identify import given_id, request_id
 from deepdraft.server.metrics import metrics_text, process_text
+from deepdraft.server.origins import PageGate
 from deepdraft.server.page import PREFIX, page_response
 from deepdraft.server.service import Service
 from deepdraft.server.session import Sessions
@@ -62,7 +63,9 @@ _GRAMMAR_FIELDS = re.compile(
 _READ_BYTES_PER_S = 256 << 10
 """A body has so much more time to be read, tokenised that is, than its grammar alone."""
 _MOST_BODIES = 16
-"""So many bodies of the largest size may arrive at a time; others that are big get 503."""
+"""So many bodies of the largest size may arrive or wait to be read; others that are big get 503."""
+_READ_QUEUE_S = 60.0
+"""So long a body may wait for a thread that reads it; then 503."""
 
 Handler = Callable[[Request], Awaitable[ASGIApp]]
 
@@ -156,6 +159,9 @@ def create_app(service: Service, traces: "Traces | None" = None) -> ASGIApp:
     keys = named_keys(settings.api_keys, settings.keys)
     if keys:
         app = KeyGate(app, keys)
+    else:
+        # A page has no key to send.
+        app = PageGate(app, settings.cors_origins, settings.host)
     if settings.cors_origins:
         # Outside the gate: a browser asks for leave without a key.
         app = CORSMiddleware(
@@ -193,8 +199,8 @@ class Handlers:
         self.service, self.traces = service, traces
         self.settings = service.config.server
         self.sessions = Sessions(service)
-        self._arriving = 0
-        """Bytes of the bodies that are not whole yet."""
+        self._held = 0
+        """Bytes of the bodies that are not whole, or not read yet."""
         self._bodies: set[tuple[asyncio.AbstractEventLoop, asyncio.Timeout]] = set()
         """Their loop and what ends them."""
         service.on_drain = self.end_bodies
@@ -370,15 +376,42 @@ class Handlers:
         """
         body = await self.body(request)
         if len(body) > _BIG_BODY_BYTES or _GRAMMAR_FIELDS.search(body):
-            limit_s = self.settings.compile_timeout_s + len(body) // _READ_BYTES_PER_S
-            try:
-                return await asyncio.wait_for(asyncio.to_thread(make, body), limit_s)
-            except TimeoutError:
-                raise RequestError(
-                    f"reading this request took more than {limit_s:g} s: its schema, pattern or "
-                    "text is too much for this server now"
-                ) from None
+            return await self._read_apart(body, make)
         return make(body)
+
+    async def _read_apart(self, body: bytes, make: Callable[[bytes], ReadT]) -> ReadT:
+        """Reads in a worker thread. Raises RequestError where that takes too long, Overloaded where
+        no thread is free for long: its time counts from when it begins, or a crowd of good requests
+        would be told that they are too much."""
+        loop, begun = asyncio.get_running_loop(), asyncio.Event()
+
+        def run() -> ReadT:
+            loop.call_soon_threadsafe(begun.set)
+            return make(body)
+
+        def ended(work: "asyncio.Future[ReadT]") -> None:
+            self._held -= len(body)
+            if not work.cancelled():
+                work.exception()  # nobody may be there any more to hear of it
+
+        self._held += len(body)
+        work = loop.run_in_executor(None, run)
+        work.add_done_callback(ended)
+        try:
+            await asyncio.wait_for(begun.wait(), _READ_QUEUE_S)
+        except TimeoutError:
+            raise Overloaded("too many large requests wait to be read; try again later") from None
+        finally:
+            if not begun.is_set():
+                work.cancel()
+        limit_s = self.settings.compile_timeout_s + len(body) // _READ_BYTES_PER_S
+        await asyncio.wait({work}, timeout=limit_s)
+        if not work.done():
+            raise RequestError(
+                f"reading this request took more than {limit_s:g} s: its schema, pattern or "
+                "text is too much for this server now"
+            )
+        return work.result()
 
     async def answer(
         self, request: Request, engine: Any, job: "Job", wire: "Wire | None" = None
@@ -447,8 +480,8 @@ class Handlers:
                     if len(body) + len(part) > limit:
                         raise error
                     body += part
-                    self._arriving += len(part)
-                    if len(body) > _BIG_BODY_BYTES and self._arriving > _MOST_BODIES * limit:
+                    self._held += len(part)
+                    if len(body) > _BIG_BODY_BYTES and self._held > _MOST_BODIES * limit:
                         raise Overloaded("too many large requests arrive at once; try again later")
                     patience.reschedule(begin + patience_s + len(body) / LEAST_BYTES_PER_S)
         except TimeoutError:
@@ -458,7 +491,7 @@ class Handlers:
                 f"only {len(body)} bytes of the body came in {patience_s:g} s; send it faster"
             ) from None
         finally:
-            self._arriving -= len(body)
+            self._held -= len(body)
             self._bodies.discard(one)
         # Some clients of Windows begin texts with a mark.
         return bytes(body).removeprefix(codecs.BOM_UTF8)

@@ -122,7 +122,7 @@ class KeyGate:
                     f"{what}; send one as `Authorization: Bearer KEY` or as `x-api-key: KEY`"
                 )
                 headers = {"www-authenticate": "Bearer"}
-                await _refusal(error, scope, headers)(scope, receive, send)
+                await refusal(error, scope, headers)(scope, receive, send)
                 return
             scope["deepdraft.owner"], key = match
             scope["deepdraft.tenant"] = key.name
@@ -134,7 +134,7 @@ class KeyGate:
                     f"the next one in {wait_s:.0f} s"
                 )
                 headers = {"retry-after": str(math.ceil(wait_s))}
-                await _refusal(error, scope, headers)(scope, receive, send)
+                await refusal(error, scope, headers)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -149,7 +149,8 @@ class KeyGate:
         return found
 
 
-def _refusal(error: DeepdraftError, scope: Scope, headers: dict[str, str]) -> Response:
+def refusal(error: DeepdraftError, scope: Scope, headers: dict[str, str]) -> Response:
+    """The answer for a request that does not pass."""
     headers["x-request-id"] = request_id(Request(scope))
     return Response(
         msgspec.json.encode(body_for_path(error, scope["path"])),

@@ -1,5 +1,7 @@
 """What is said of a long prompt while it is read."""
 
+import itertools
+
 from deepdraft.engine.reading import Reading
 from deepdraft.engine.request import Request
 from deepdraft.types import GenerateRequest
@@ -24,3 +26,15 @@ def test_short_prompts_say_nothing() -> None:
     request = Request(GenerateRequest(request_id="r", prompt_ids=(1, 2, 3)), lambda event: None)
     request.opened, request.num_computed = 5.0, 2
     assert Reading().after(request, 0, 5.0) is None
+
+
+def test_events_thin_out_over_a_very_long_prompt() -> None:
+    """Clients of Go end a stream that brings 300 lines without data; an event is two of them."""
+    request = Request(GenerateRequest(request_id="r", prompt_ids=(1,) * 4000), lambda event: None)
+    reading, told = Reading(), []
+    for second in range(1, 3600):
+        request.num_computed = second
+        if reading.after(request, second - 1, float(second)):
+            told.append(second)
+    assert told[:10] == list(range(1, 11)) and len(told) < 150
+    assert max(b - a for a, b in itertools.pairwise(told)) < 200

@@ -171,6 +171,7 @@ def test_a_long_prompt_says_how_far_it_is(
 ) -> None:
     """In comments: between them and after them the stream is the usual one."""
     monkeypatch.setattr("deepdraft.engine.reading.EVERY_S", 0.0)
+    monkeypatch.setattr("deepdraft.engine.reading.SPACING", float("inf"))
     live = make_live(engine={"prefill_chunk": 16})
     live.toy.say("ok")
     prompt = [{"role": "user", "content": "word " * 40}]

@@ -34,7 +34,7 @@ def test_it_is_served_and_every_reference_leads_somewhere(client: Client) -> Non
 
 def test_paths_are_the_routes(client: Client) -> None:
     """Every route is in the document, under its /v1 path or its only one; and the other way."""
-    app: Any = create_app(client.toy.service)._app  # type: ignore[attr-defined]
+    app: Any = create_app(client.toy.service)._app._app  # type: ignore[attr-defined]
     served = set()
     for route in app.routes:
         assert isinstance(route, Route)
