@@ -26,6 +26,8 @@ SPEED = 0.2
 """How much a step tells of the machine's speed now."""
 MOST_NEWS = 0.5
 """The speed takes no step for more than exp(0.5) times slower or faster than it was."""
+FARTHEST = 20.0
+"""No time counts as more than exp(20) times the table's, or less."""
 FEW = 3
 """Steps of a kind after which it speaks for steps of more or fewer drafts."""
 NEAR = 4
@@ -196,4 +198,7 @@ def _drafts_each(num_rows: int, load: float) -> float:
 
 
 def _log_quotient(ms: float, told: float) -> float | None:
-    return math.log(ms / told) if 0.0 < ms < math.inf and 0.0 < told < math.inf else None
+    """None for what is no time. A broken clock's times are brought near enough to stay numbers."""
+    if not (0.0 < ms < math.inf and 0.0 < told < math.inf):
+        return None
+    return min(FARTHEST, max(-FARTHEST, math.log(ms) - math.log(told)))

@@ -294,3 +294,15 @@ def steps_until(known: Callable[[LiveCosts], bool]) -> int:
 def test_it_takes_few_steps_to_know() -> None:
     true = TRUE_MS[5] / TRUE_MS[0]
     assert steps_until(lambda live: abs(relative(live, 5) / true - 1) < 0.1) <= 24
+
+
+@pytest.mark.parametrize("odd", [1e308, 5e-324])
+def test_a_broken_clock_leaves_costs_that_are_numbers(odd: float) -> None:
+    """As the first step and later: an exception here would end the engine."""
+    live = LiveCosts(costs())
+    for i in range(60):
+        ms = odd if i % 20 < 10 else TRUE_MS[0]
+        live.saw_step(1 + i % 6, 1, ms)
+        live.saw_draft(1, 5, 5, ms)
+        for told in (*(live.table.step_ms(rows, 1) for rows in ROWS), live.draft_ms(1, 5, 5)):
+            assert 0.0 < told < math.inf
