@@ -6,6 +6,7 @@ Knows nothing of: wire formats, models.
 
 import asyncio
 import contextlib
+import functools
 import resource
 import signal
 import socket
@@ -70,7 +71,16 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Opens the port and begins to look for slow clients."""
-        await super().startup(sockets)
+        loop = asyncio.get_running_loop()
+        if self.config.is_ssl:
+            # A client in its handshake is no connection yet, and uvicorn would give it 60 s.
+            limit_s = self.service.config.server.header_timeout_s
+            limited = functools.partial(loop.create_server, ssl_handshake_timeout=limit_s)
+            vars(loop)["create_server"] = limited
+        try:
+            await super().startup(sockets)
+        finally:
+            vars(loop).pop("create_server", None)
         self._sweep()
 
     def _sweep(self) -> None:

@@ -1,11 +1,14 @@
-"""docs/api.md against the schema: every request field is in exactly one of the three lists."""
+"""docs/api.md against the schema: every request field is in exactly one of the three lists. The
+tables of metrics against the code."""
 
 import re
 from pathlib import Path
 
 from deepdraft.server import schema
 
-TEXT = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text()
+ROOT = Path(__file__).resolve().parents[2]
+DOCS, PACKAGE = ROOT / "docs", ROOT / "deepdraft" / "server"
+TEXT = (DOCS / "api.md").read_text()
 
 
 def section(title: str) -> str:
@@ -49,3 +52,18 @@ def test_no_field_is_in_two_lists() -> None:
     assert not honoured & schema.IGNORED_FIELDS
     assert not honoured & refused
     assert not refused & schema.IGNORED_FIELDS
+
+
+def test_every_metric_is_documented() -> None:
+    """The names that the two modules can print, against the tables for those who read them."""
+    source = "".join((PACKAGE / name).read_text() for name in ("metrics.py", "metrics_kv.py"))
+    kinds = "total|seconds|bytes|ms|length|gauge"
+    printed = {
+        *re.findall(rf'"([a-z_]+_(?:{kinds}))"(?!:|, 0\))', source),
+        *re.findall(r'\("(kv_[a-z_]+|num_[a-z_]+|http_[a-z]+)", "[A-Z]', source),
+    }
+    assert len(printed) > 60 and {"kv_entries", "kv_phase_seconds_total"} <= printed
+    told = "".join((DOCS / name).read_text() for name in ("operations.md", "metrics.md"))
+    known = set(re.findall(r"`([a-z_]+)[`{]", told))
+    assert printed - known == set()
+    assert set(re.findall(r"`(kv_[a-z_]+|spec_[a-z_]+)[`{]", told)) <= printed

@@ -490,6 +490,8 @@ def test_a_slow_handshake_or_head_over_tls(
 ) -> None:
     cert, key = map(str, certificate)
     live = make_live(server={"tls_cert": cert, "tls_key": key, "header_timeout_s": 0.3})
+    with connected(live) as silent:
+        assert silent.recv(10) == b""
     context = ssl.create_default_context(cafile=cert)
     with connected(live) as plain, context.wrap_socket(plain, server_hostname="127.0.0.1") as tls:
         with contextlib.suppress(ssl.SSLError, OSError):
