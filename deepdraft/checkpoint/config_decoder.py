@@ -16,6 +16,9 @@ MAX_LAYERS, MAX_EXPERTS, MAX_END_IDS = 1024, 65536, 64
 _MAX_EXPERT_TENSORS = 500_000
 """Several times what the largest published model has; bounds the table of tensors."""
 
+_LEAST_BETA, _MOST_SCALE = 1e-6, 1e6
+"""Far beyond any model's; further out, frequencies and products leave floating point."""
+
 _WITHOUT_EFFECT = {
     "aux_loss_alpha": "training only",
     "ep_size": "another program's placement of experts",
@@ -89,7 +92,8 @@ def read_rope(top: Section, *, latent: bool) -> tuple[Rope, list[Section]]:
             )
         top.read.add("rope_scaling")
         return scaling(section, theta, latent=latent), [section]
-    theta = top.number_or("rope_theta", 10000.0, low=1.0)
+    top.read.add("rope_theta")
+    theta = top.number("rope_theta", low=1.0, above=True) if top.has("rope_theta") else 10000.0
     top.read.update(("rope_scaling", "rope_parameters"))
     if not top.has("rope_scaling"):
         return Rope(theta=theta), []
@@ -145,6 +149,10 @@ def scaling(
         )
     fast = section.number_or("beta_fast", 32.0) or 32.0
     slow = section.number_or("beta_slow", 1.0) or 1.0
+    if slow < _LEAST_BETA:
+        raise ConfigError(
+            f"{section.where('beta_slow')} = {slow:g} must be at least {_LEAST_BETA:g} turns"
+        )
     if fast <= slow:
         raise ConfigError(
             f"{section.where('beta_fast')} = {fast:g} must be above beta_slow = {slow:g}"
@@ -152,13 +160,22 @@ def scaling(
     section.fixed_or_absent("truncate", True)
     mscale = section.number_or("mscale", 0.0)
     mscale_all_dim = section.number_or("mscale_all_dim", 0.0)
-    if section.has("attention_factor") or attention_factor is not None:
-        scale = section.number_or("attention_factor", attention_factor or 1.0)
+    if section.has("attention_factor"):
+        scale = section.number("attention_factor", above=True)
+    elif attention_factor is not None:
+        scale = attention_factor
     elif mscale and mscale_all_dim:
         scale = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
     else:
         scale = yarn_mscale(factor)
     section.read.add("attention_factor")
+    softmax = yarn_mscale(factor, mscale_all_dim) ** 2 if latent and mscale_all_dim else 1.0
+    if not 1.0 / _MOST_SCALE <= scale <= _MOST_SCALE or softmax > _MOST_SCALE:
+        raise ConfigError(
+            f"{section.path} scales cos and sin by {scale:g} and the softmax by {softmax:g}; "
+            f"supported: at most {_MOST_SCALE:g}. Compare factor, mscale, mscale_all_dim and "
+            "attention_factor with the published config.json"
+        )
     return Rope(
         theta=theta,
         kind="yarn",
@@ -167,9 +184,7 @@ def scaling(
         beta_fast=fast,
         beta_slow=slow,
         attention_factor=scale,
-        softmax_factor=yarn_mscale(factor, mscale_all_dim) ** 2
-        if latent and mscale_all_dim
-        else 1.0,
+        softmax_factor=softmax,
     )
 
 

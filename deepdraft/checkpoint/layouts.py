@@ -17,7 +17,7 @@ from deepdraft.checkpoint.section import read_config
 from deepdraft.checkpoint.shards import Found, Stored, check_headers, read_headers
 from deepdraft.checkpoint.spec import ModelSpec
 from deepdraft.checkpoint.spec_maps import expert_stacks
-from deepdraft.checkpoint.stacks import Splitter
+from deepdraft.checkpoint.stacks import MAX_PARTS, Splitter
 from deepdraft.errors import CheckpointError, ConfigError
 
 Layout = Literal["published", "stacked"]
@@ -61,6 +61,8 @@ def published(found: Found) -> tuple[Found, Layout]:
     splitter = Splitter(stacks())
     stored: dict[str, Stored] = {}
     split: dict[str, list[str]] = {}
+    twice = list(found.twice)
+    count = 0
     for name, place in found.stored.items():
         try:
             parts = splitter.parts(name, place.shape)
@@ -69,7 +71,17 @@ def published(found: Found) -> tuple[Found, Layout]:
         if parts is None:
             stored[name] = place
             continue
+        count += len(parts)
+        if count > MAX_PARTS:
+            raise CheckpointError(
+                f"{found.directory}: its stacks hold more than {MAX_PARTS} tensors; the header of "
+                f"{place.shard.name} is damaged, fetch it again"
+            )
         split[name] = [own for own, _ in parts]
+        if both := [own for own in split[name] if own in found.stored]:
+            more = f" ({len(both) - 1} more likewise)" if both[1:] else ""
+            file = found.stored[both[0]].shard.name
+            twice.append(f"{both[0]} is in {file} and, within {name}, in {place.shard.name}{more}")
         size, at = (place.end - place.start) // max(1, prod(place.shape)), place.start
         for own, form in parts:
             end = at + prod(form) * size
@@ -80,4 +92,4 @@ def published(found: Found) -> tuple[Found, Layout]:
     index = found.weight_map
     if index is not None:
         index = {own: file for name, file in index.items() for own in split.get(name, [name])}
-    return Found(found.directory, stored, found.twice, index), "stacked"
+    return Found(found.directory, stored, twice, index), "stacked"

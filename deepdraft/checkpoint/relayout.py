@@ -22,6 +22,7 @@ from torch import Tensor
 from deepdraft.arch import ModelArgs, V4Args, V41Args
 from deepdraft.checkpoint.convert import copy_small, write_synced
 from deepdraft.checkpoint.families import model_table, unread_tensors
+from deepdraft.checkpoint.layouts import read_published
 from deepdraft.checkpoint.names import Entry
 from deepdraft.checkpoint.reader import Checkpoint
 from deepdraft.checkpoint.section import read_config
@@ -31,7 +32,6 @@ from deepdraft.checkpoint.shards import (
     Found,
     Stored,
     check_headers,
-    read_headers,
     write_header,
 )
 from deepdraft.checkpoint.spec import ModelSpec
@@ -184,7 +184,7 @@ def relayout(
 
 def open_either(path: Path, args: ModelArgs) -> tuple[Checkpoint, Layout]:
     """A checkpoint in either layout, under published names, and the layout it has."""
-    found = read_headers(path)
+    found, _ = read_published(path)
     layout: Layout = "published"
     if isinstance(args, V4Args):
         names = transformers_names(args, found.stored, back=True)

@@ -166,6 +166,8 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def read_config(path: Path) -> dict[str, Any]:
     """The JSON object in `path`, a file of at most 1 MiB without repeated keys."""
     try:
+        if path.exists() and not path.is_file():  # a pipe would never end
+            raise ConfigError(f"{path} is not a plain file; put the model's config.json there")
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_CONFIG_BYTES} bytes")
         text = path.read_text(encoding="utf-8")

@@ -23,6 +23,7 @@ MAX_HEADER_BYTES = 100_000_000
 _MAX_INDEX_BYTES = 256 << 20
 _MAX_SHARDS = 4096
 _MAX_DIMS = 8
+_MAX_FILE_NAME = 200  # characters; no file system takes many more
 _MAX_LISTED = 6
 """Problems shown of each kind."""
 
@@ -198,7 +199,8 @@ def find_shards(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
     weight_map = _read_index(index)
     names = sorted(set(weight_map.values()))
     for name in names:
-        if Path(name).name != name or not name.endswith(".safetensors"):
+        plain = Path(name).name == name and len(name) <= _MAX_FILE_NAME
+        if not plain or not name.endswith(".safetensors"):
             raise CheckpointError(f"{index} names {name[:80]!r}, which is no shard of {directory}")
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:

@@ -133,6 +133,18 @@ def _renamed(old: str, new: str) -> Move:
     )
 
 
+def _same_width(values: Config) -> Config:
+    return {k: v for k, v in values.items() if k == "qk_rope_head_dim"}
+
+
+def _width_published(values: Config) -> Config:
+    """Channels that turn, where only their share is written."""
+    share = values.get("partial_rotary_factor")
+    if share is None or "qk_rope_head_dim" in values:
+        return {}
+    return {"qk_rope_head_dim": int(values["head_dim"] * share)}
+
+
 _DTYPE = _renamed("torch_dtype", "dtype")
 _ROPE = Move(("rope_theta", "rope_scaling"), ("rope_parameters",), _rope_five, _rope_published)
 _V4 = (
@@ -144,6 +156,7 @@ _V4 = (
     ),
     Move(("compress_ratios",), ("layer_types", "compress_rates"), _layers_five, _layers_published),
     Move(("num_hash_layers",), ("mlp_layer_types",), _hash_five, _hash_published),
+    Move(("qk_rope_head_dim",), ("partial_rotary_factor",), _same_width, _width_published),
     _DTYPE,
 )
 MOVES: dict[str, tuple[Move, ...]] = {

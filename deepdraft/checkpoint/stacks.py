@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 Form = tuple[int, ...]
+MAX_PARTS = 500_000
+"""Published tensors in one stack: several times what the largest published model has in all."""
 
 
 class Splitter:
@@ -32,10 +34,15 @@ class Splitter:
             return None
         stack, fields = found
         sources: Sequence[str] = stack["sources"]
-        if len(shape) != 3 or shape[1] % len(sources):
+        if len(shape) != 3 or not all(shape) or shape[1] % len(sources):
             raise ValueError(
-                f"{name} has the shape {list(shape)}; wanted [{stack['over']}, rows, columns] with "
-                f"rows that are {len(sources)} equal parts"
+                f"{name} has the shape {list(shape)}; wanted [{stack['over']}, rows, columns], "
+                f"none of them 0, with rows that are {len(sources)} equal parts"
+            )
+        if shape[0] * len(sources) > MAX_PARTS:
+            raise ValueError(
+                f"{name} has the shape {list(shape)}: a stack of more than {MAX_PARTS} tensors; "
+                "its header is damaged, fetch the file again"
             )
         form = (shape[1] // len(sources), shape[2])
         return [

@@ -6,6 +6,7 @@ subcommand's module.
 """
 
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 
@@ -70,6 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0 worked; 1 a check failed; 2 wrong usage, settings, files or requests, with one message; 3 a
     process of a tensor-parallel model died or hung; 130 stopped by Ctrl-C.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names from files may not be text
     try:
         given = sys.argv[1:] if arguments is None else list(arguments)
         # Kept for `serve`, which starts itself once more for each rank.

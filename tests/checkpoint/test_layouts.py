@@ -5,15 +5,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from deepdraft.checkpoint.layouts import read_published
+from deepdraft.checkpoint.names import Entry
 from deepdraft.checkpoint.reader import Checkpoint
+from deepdraft.checkpoint.relayout import relayout
 from deepdraft.checkpoint.shards import INDEX_NAME
 from deepdraft.errors import CheckpointError
+from deepdraft.proof.doctor.run import examine
 from deepdraft.proof.inspect_family import inspect_family
 from deepdraft.proof.tiny_write import write_tiny
 from tests.checkpoint.stacked import write_stacked
+from tests.doctor.sparse import write_shard
 
 STACK = "model.layers.1.mlp.experts.gate_up_proj"
 
@@ -50,3 +54,33 @@ def test_an_index_that_is_wrong_about_a_stack(published: Path, tmp_path: Path, f
     says = "does not name" if fault == "left out" else "puts"
     with pytest.raises(CheckpointError, match=rf"index: {says} model.layers.1.mlp.experts.0.gate"):
         Checkpoint.open(stacked)
+
+
+@pytest.mark.parametrize("shape", [[1 << 49, 2, 0], [1 << 30, 2, 1], [0, 2, 4], [4, 3, 4]])
+def test_a_stack_that_is_none(tmp_path: Path, shape: list[int]) -> None:
+    """Refused at once: the header alone may claim any number of parts."""
+    write_shard(
+        tmp_path / "model.safetensors",
+        [Entry(STACK, tuple(shape), "bf16", "routed experts", "text")],
+    )
+    with pytest.raises(CheckpointError, match=rf"{STACK} has the shape"):
+        read_published(tmp_path)
+
+
+def test_a_tensor_by_itself_and_in_a_stack(published: Path, tmp_path: Path) -> None:
+    """Neither of the two is preferred in silence."""
+    stacked = write_stacked(published, tmp_path / "stacked")
+    file, own = stacked / "model.safetensors", "model.layers.1.mlp.experts.0.up_proj.weight"
+    tensors = load_file(published / "model.safetensors")
+    save_file(load_file(file) | {own: torch.zeros_like(tensors[own])}, file)
+    with pytest.raises(CheckpointError, match=rf"stored twice: {own}"):
+        Checkpoint.open(stacked)
+    assert own in {f.cause for f in examine(stacked, static_only=True).errors}
+
+
+def test_convert_splits_stacks(published: Path, tmp_path: Path) -> None:
+    stacked = write_stacked(published, tmp_path / "stacked")
+    relayout(stacked, tmp_path / "out", layout="published")
+    ours, theirs = (load_file(p / "model.safetensors") for p in (tmp_path / "out", published))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

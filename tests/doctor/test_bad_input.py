@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import struct
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,8 +20,9 @@ import pytest
 from deepdraft.checkpoint.families import parse_model_args
 from deepdraft.checkpoint.names import Entry
 from deepdraft.checkpoint.reader import Checkpoint
+from deepdraft.checkpoint.section import read_config
 from deepdraft.cli.main import main
-from deepdraft.errors import DeepdraftError
+from deepdraft.errors import ConfigError, DeepdraftError
 from deepdraft.proof.doctor.finding import Finding
 from deepdraft.proof.doctor.run import examine
 from deepdraft.proof.tiny_families import tiny_config
@@ -84,9 +87,9 @@ def change(path: Path, **keys: Any) -> None:
         ({"n_routed_experts": 65536}, "num_hidden_layers", "expert tensors; supported: at most"),
         ({"vocab_size": 2.5}, "vocab_size", "must be an integer"),
         ({"vocab_size": True}, "vocab_size", "must be an integer"),
-        ({"rope_theta": -1}, "rope_theta", "must be finite and at least 1"),
-        ({"rope_theta": 1e39}, "rope_theta", "must be finite and at least 1"),
-        ({"rope_theta": 10**400}, "rope_theta", "must be finite and at least 1"),
+        ({"rope_theta": -1}, "rope_theta", "must be finite and above 1"),
+        ({"rope_theta": 1e39}, "rope_theta", "must be finite and above 1"),
+        ({"rope_theta": 10**400}, "rope_theta", "must be finite and above 1"),
         ({"rope_scaling": [1]}, "rope_scaling", "must be a JSON object"),
         ({"rope_scaling__factor": 1e308 * 10}, "config.json", "Infinity"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps", "must be a number"),
@@ -382,3 +385,65 @@ def test_there_is_no_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str
     empty.mkdir()
     assert main(["doctor", str(empty)]) == 1
     assert "there is no config.json" in capsys.readouterr().out
+
+
+def test_a_name_that_is_no_text_is_shown(model: Path) -> None:
+    """JSON can say lone surrogates, which no terminal can: escaped, never an exception."""
+    change(model, **{"bad\ud800key": 1})
+    done = subprocess.run(
+        [sys.executable, "-m", "deepdraft.cli.main", "doctor", "--static", str(model)],
+        capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": "utf-8"},
+    )
+    assert done.returncode == 1 and b"bad\\ud800key" in done.stdout and not done.stderr
+
+
+def test_a_configuration_that_is_a_pipe(model: Path) -> None:
+    """Reading one would wait for ever."""
+    (model / "config.json").unlink()
+    os.mkfifo(model / "config.json")
+    with pytest.raises(ConfigError, match="is not a plain file"):
+        read_config(model / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("rope", "says"),
+    [
+        ({"rope_theta": 1.0}, "rope_theta must be finite and above 1"),
+        ({"beta_slow": 1e-320}, "beta_slow = .* must be at least"),
+        ({"attention_factor": 0}, "attention_factor must be finite and above 0"),
+        ({"mscale": 3e38, "mscale_all_dim": 3e38}, "supported: at most"),
+    ],
+)
+def test_rotation_beyond_floating_point(rope: dict[str, float], says: str) -> None:
+    config = tiny_config("v2")
+    config["rope_theta"] = rope.pop("rope_theta", 10000.0)
+    yarn = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 64}
+    with pytest.raises(ConfigError, match=says):
+        parse_model_args(config | {"rope_scaling": yarn | rope})
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        ('{"eos_token_id": [1, 999999]}', "what is no token"),
+        ('{"eos_token_id": true}', "what is no token"),
+        ("{", "no JSON object"),
+    ],
+)
+def test_generation_settings_that_serving_refuses(model: Path, told: str, says: str) -> None:
+    (model / "generation_config.json").write_text(told)
+    (found,) = examine(model, static_only=True).errors
+    assert found.cause == "generation_config.json" and says in found.what
+
+
+def test_any_of_several_end_tokens_may_be_the_tokenizers(model: Path) -> None:
+    ends = json.loads((model / "config.json").read_text())["eos_token_id"]
+    change(model, eos_token_id=[5, ends])
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    assert not examine(model, static_only=True).findings
+
+
+def test_a_shard_whose_name_is_too_long_for_a_file(model: Path) -> None:
+    (model / INDEX).write_text(json.dumps({"weight_map": {"a": "a" * 300 + ".safetensors"}}))
+    assert "which is no shard" in refused(model).what

@@ -134,3 +134,13 @@ def test_what_a_style_cannot_say() -> None:
         spec("v2").written("old")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="is no object"):
         spec("v2").replaced("rope_theta.factor", 1)
+
+
+def test_a_rotary_width_that_only_its_share_tells() -> None:
+    config = tiny_config("v4")
+    width, head = config["qk_rope_head_dim"], config["head_dim"]
+    share = {k: v for k, v in config.items() if k != "qk_rope_head_dim"}
+    spec = ModelSpec.of(share | {"partial_rotary_factor": width / head})
+    assert spec.config["qk_rope_head_dim"] == width
+    for style in ("published", "transformers5"):
+        assert not ModelSpec.of(spec.written(style)).differences(ModelSpec.of(config))

@@ -23,6 +23,7 @@ from deepdraft.proof.parity.diagnose import diagnose
 from deepdraft.proof.parity.run import examine
 from deepdraft.proof.parity.sources import from_golden, from_native, from_transformers
 from deepdraft.proof.parity.target import Target, run
+from deepdraft.proof.parity.wire import from_wire
 from deepdraft.proof.tiny_families import KINDS
 from deepdraft.proof.tiny_write import write_tiny
 from deepdraft.text.tokenizer import Tokenizer
@@ -231,10 +232,44 @@ def test_an_interpreter_without_transformers(llama: Path, tmp_path: Path) -> Non
         from_transformers(llama, [3, 4], greedy=0, python=str(python))
 
 
+@pytest.mark.parametrize(
+    ("does", "error", "says"),
+    [
+        ("exit 0", ConfigError, "without the reference's arrays"),
+        ("kill -9 $$", CheckpointError, "it said nothing"),
+        ("printf '\\377bad' >&2; exit 3", CheckpointError, "status 3.*bad"),
+        ('echo "{}" > "$(dirname "$4")/trace.json"', ConfigError, "without the reference's arrays"),
+    ],
+)
+def test_an_interpreter_that_is_none(
+    llama: Path, tmp_path: Path, does: str, error: type[Exception], says: str
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{does}\n")
+    python.chmod(0o755)
+    with pytest.raises(error, match=says):
+        from_transformers(llama, [3, 4], greedy=0, python=str(python))
+
+
+@pytest.mark.parametrize("fault", ["nan", "no rows", "another vocabulary"])
+def test_golden_logits_that_are_none(llama: Path, tmp_path: Path, fault: str) -> None:
+    args = Checkpoint.open(llama).args
+    logits = {"prompt_logits": torch.zeros(2, 512), "decode_logits": torch.zeros(1, 512)}
+    made = {"nan": torch.full((1, 512), torch.nan), "no rows": torch.zeros(())}
+    save_file(
+        logits | {"decode_logits": made.get(fault, torch.zeros(1, 511))},
+        tmp_path / "logits.safetensors",
+    )
+    (tmp_path / "tokens.json").write_text('{"prompt": [3, 4], "greedy_tokens": [5]}')
+    with pytest.raises(CheckpointError, match=r"decode_logits .* must be finite rows of 512"):
+        from_golden(tmp_path, args)
+
+
 class _Server(BaseHTTPRequestHandler):
     """A completion endpoint that answers from a model of ours."""
 
     answer: Any = None
+    models: Any = {"data": [{"id": "tiny"}]}  # noqa: RUF012
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -242,7 +277,7 @@ class _Server(BaseHTTPRequestHandler):
         self._send({"choices": [{"logprobs": type(self).answer}]})
 
     def do_GET(self) -> None:
-        self._send({"data": [{"id": "tiny"}]})
+        self._send(type(self).models)
 
     def _send(self, values: Any) -> None:
         raw = json.dumps(values).encode()
@@ -282,7 +317,7 @@ def told(path: Path, ids: list[int], count: int) -> dict[str, Any]:
     }
 
 
-def test_a_server(llama: Path, tmp_path: Path, url: str) -> None:
+def test_a_server(llama: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = decided_text(Checkpoint.open(llama), 40)
     _Server.answer = told(llama, ids, 32)
     result = examine(llama, "openai", url, tokens=40)
@@ -293,8 +328,22 @@ def test_a_server(llama: Path, tmp_path: Path, url: str) -> None:
     (wrong / "config.json").write_text(json.dumps(values))
     found = examine(wrong, "openai", url, tokens=40)
     assert [f.cause for f in found.findings] == ["rope_theta"]
-    _Server.answer = None
-    with pytest.raises(ConfigError, match="gave no log-probabilities"):
-        examine(llama, "openai", url, tokens=40)
+    for answer in (
+        None,
+        {"tokens": None, "top_logprobs": None},
+        {"tokens": ["a"], "top_logprobs": None},
+        {"tokens": ["a"], "top_logprobs": [[1]]},
+        {"tokens": ["a"], "top_logprobs": [{"a": "x"}]},
+    ):
+        _Server.answer = answer
+        with pytest.raises(ConfigError, match="gave no log-probabilities"):
+            from_wire(url, llama, ids, greedy=4)
+    for models in ({}, [], {"data": []}, 3):
+        monkeypatch.setattr(_Server, "models", models)
+        with pytest.raises(ConfigError, match="lists no model"):
+            from_wire(url, llama, ids, greedy=4)
+    for bad in ("http://h:abc/v1", "http://[::1/v1", "http://"):
+        with pytest.raises(ConfigError, match="is not an http or https URL"):
+            from_wire(bad, llama, ids, greedy=4)
     with pytest.raises(ConfigError, match="is not an http or https URL"):
         examine(llama, "openai", "file:///etc/passwd", tokens=40)

@@ -358,29 +358,53 @@ def _tokenizer(path: Path, spec: ModelSpec) -> Iterator[Finding]:
             f"tokenizer.json has ids up to {size - 1}, vocab_size = {vocab}",
             "use the tokenizer and the weights of one model",
         )
-    names = _json(path / "tokenizer_config.json")
+    ends = [args.eos_token_id, *getattr(args, "more_end_ids", ())]
+    names = _json(path / "tokenizer_config.json") or {}
     for role in ("bos", "eos"):
         token = names.get(f"{role}_token")
         text = token.get("content") if isinstance(token, dict) else token
         if not isinstance(text, str):
             continue
-        ours, theirs = getattr(args, f"{role}_token_id"), ids.get(text)
-        if theirs != ours:
+        ours, theirs = ends if role == "eos" else [args.bos_token_id], ids.get(text)
+        if theirs not in ours:
+            said = show(ours if ours[1:] else ours[0])
             yield Finding(
                 "tokenizer",
                 f"{role}_token_id",
                 f"config.json and the tokenizer mean different tokens by {role}",
-                f"{role}_token_id = {ours}; tokenizer_config.json says {text!r}, which has id "
+                f"{role}_token_id = {said}; tokenizer_config.json says {text!r}, which has id "
                 f"{theirs}",
                 f"set {role}_token_id to {theirs}, or use the tokenizer of this model",
             )
-    ends = _json(path / "generation_config.json").get("eos_token_id")
-    if ends is not None and args.eos_token_id not in (ends if isinstance(ends, list) else [ends]):
+    yield from _generation(path / "generation_config.json", ends, vocab)
+
+
+def _generation(file: Path, ends: list[int], vocab: int) -> Iterator[Finding]:
+    """The optional file that may name more end tokens: `serve` reads it."""
+    values = _json(file)
+    if values is None:
+        what = "it is no JSON object, or too large"
+        yield Finding("tokenizer", file.name, what, "", "fetch it again, or remove it")
+        return
+    told = values.get("eos_token_id")
+    if told is None:
+        return
+    theirs = told if isinstance(told, list) else [told]
+    if wrong := [e for e in theirs if type(e) is not int or not 0 <= e < vocab]:
         yield Finding(
             "tokenizer",
-            "generation_config.json",
+            file.name,
+            "its eos_token_id holds what is no token of this model",
+            f"{show(wrong[0])}; token ids run from 0 to {vocab - 1}",
+            "correct it, or remove the key: config.json has the end tokens",
+        )
+    elif not set(theirs) & set(ends):
+        yield Finding(
+            "tokenizer",
+            file.name,
             "generation stops at another token than the model's end token",
-            f"eos_token_id = {args.eos_token_id} in config.json, {show(ends)} there",
+            f"eos_token_id = {show(ends if ends[1:] else ends[0])} in config.json, {show(told)} "
+            "there",
             "make both the same",
             "warning",
         )
@@ -413,12 +437,14 @@ def _token_ids(directory: Path) -> dict[str, int] | str:
     return ids
 
 
-def _json(file: Path) -> dict[str, Any]:
-    """A small JSON object, {} where it is absent or unreadable: such files are optional."""
+def _json(file: Path) -> dict[str, Any] | None:
+    """A small JSON object, {} where it is absent: such files are optional. None: unreadable."""
     try:
-        if not file.is_file() or file.stat().st_size > _MAX_JSON_BYTES:
+        if not file.is_file():
             return {}
+        if file.stat().st_size > _MAX_JSON_BYTES:
+            return None
         values = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}
+        return None
+    return values if isinstance(values, dict) else None

@@ -82,10 +82,14 @@ def from_golden(directory: Path, args: Any) -> Trace:
     arrays = read_arrays(file)
     if arrays is None or not {"prompt_logits", "decode_logits"} <= arrays.keys():
         raise CheckpointError(f"{directory} has no {file.name} with prompt and decode logits")
-    ids, logits = (
-        [*prompt, *continuation],
-        torch.cat([arrays["prompt_logits"], arrays["decode_logits"]]),
-    )
+    ids, parts = [*prompt, *continuation], (arrays["prompt_logits"], arrays["decode_logits"])
+    for name, x in zip(("prompt_logits", "decode_logits"), parts, strict=True):
+        if x.ndim != 2 or x.shape[1] != args.vocab_size or not torch.isfinite(x.float()).all():
+            raise CheckpointError(
+                f"{file.name}: {name} {list(x.shape)} must be finite rows of {args.vocab_size} "
+                "logits; record or fetch it again"
+            )
+    logits = torch.cat(parts)
     if len(logits) != len(ids) or logits.shape[1] != args.vocab_size:
         raise CheckpointError(
             f"{file.name}: logits {list(logits.shape)} do not belong to {len(ids)} tokens of a "
@@ -127,9 +131,7 @@ def from_transformers(
         command = [python or sys.executable, "-W", "ignore", str(child), str(file)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=timeout, env=environment
-            )
+            done = subprocess.run(command, capture_output=True, timeout=timeout, env=environment)
         except OSError as error:
             raise ConfigError(f"cannot start {command[0]}: {error.strerror}") from error
         except subprocess.TimeoutExpired as error:
@@ -137,18 +139,30 @@ def from_transformers(
                 f"transformers gave no answer within {timeout:g} s; use fewer --tokens"
             ) from error
         if done.returncode:
-            raise _child_error(done.stderr, command[0])
-        return _read(Path(out))
+            raise _child_error(done.stderr.decode("utf-8", "replace"), command[0], done.returncode)
+        try:
+            return _read(Path(out))
+        except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"{command[0]} ended without an error and without the reference's arrays "
+                f"({type(error).__name__}); give a Python interpreter that has transformers with "
+                "--reference-python"
+            ) from error
 
 
-def _child_error(stderr: str, python: str) -> CheckpointError | ConfigError:
+def _child_error(stderr: str, python: str, status: int) -> CheckpointError | ConfigError:
     last = next((line for line in reversed(stderr.strip().splitlines()) if line.strip()), "")
     if "No module named" in last and any(n in last for n in ("transformers", "torch")):
         return ConfigError(
             f"{python} cannot import what the reference needs ({last}); give an interpreter that "
             "has transformers with --reference-python (docs/parity.md says how to make one)"
         )
-    return CheckpointError(f"transformers failed on this checkpoint: {last[:_MAX_ERROR]}")
+    said = (
+        last[:_MAX_ERROR] or "it said nothing; is it a Python interpreter, and was memory enough?"
+    )
+    return CheckpointError(
+        f"transformers failed on this checkpoint ({python}, status {status}): {said}"
+    )
 
 
 def _read(out: Path) -> Trace:

@@ -8,6 +8,7 @@ text in the checkpoint's own tokenizer; those that are not unique stay unknown.
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -37,10 +38,10 @@ def from_wire(
     Raises ConfigError where the server cannot be reached or does not tell log-probabilities.
     """
     base = url.rstrip("/")
-    if urlsplit(base).scheme not in ("http", "https"):
+    if not _is_web(base):
         raise ConfigError(f"{url!r} is not an http or https URL; give it up to and including /v1")
     tokenizer = Tokenizer.load(checkpoint)
-    model = name or _call(f"{base}/models", None)["data"][0]["id"]
+    model = name or _first_model(base)
     body = {
         "model": model,
         "prompt": ids,
@@ -51,20 +52,23 @@ def from_wire(
     try:
         choice = _call(f"{base}/completions", body)["choices"][0]
         told = choice["logprobs"]
-        tokens, best = told["tokens"], told["top_logprobs"]
-    except (KeyError, IndexError, TypeError) as error:
+        steps = [
+            (str(token), {str(text): float(value) for text, value in (options or {}).items()})
+            for token, options in zip(told["tokens"], told["top_logprobs"], strict=False)
+        ][:greedy]
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{base} gave no log-probabilities for a completion; start it so that it does"
         ) from error
     by_text = _by_text(tokenizer)
     size: int = ModelSpec.of(read_config(checkpoint / "config.json")).effective["vocab_size"]
     chosen: list[int] = []
-    rows = torch.full((len(tokens), size), torch.nan)
-    for row, (token, options) in enumerate(zip(tokens, best, strict=False)):
-        for text, value in (options or {}).items():
+    rows = torch.full((len(steps), size), torch.nan)
+    for row, (token, options) in enumerate(steps):
+        for text, value in options.items():
             known = by_text.get(text)
             if known is not None and known < size:
-                rows[row, known] = float(value)
+                rows[row, known] = value
         found = by_text.get(token)
         if found is None:
             break  # what follows is continued from a token that we cannot name
@@ -87,6 +91,21 @@ def from_wire(
     )
 
 
+def _is_web(base: str) -> bool:
+    try:
+        parts = urlsplit(base)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets or a port that are none
+        return False
+
+
+def _first_model(base: str) -> str:
+    try:
+        return str(_call(f"{base}/models", None)["data"][0]["id"])
+    except (LookupError, TypeError) as error:
+        raise ConfigError(f"{base}/models lists no model; name one with --model-name") from error
+
+
 def _by_text(tokenizer: Tokenizer) -> dict[str, int]:
     """Text -> id, for texts that one token only stands for."""
     places: dict[str, list[int]] = defaultdict(list)
@@ -103,5 +122,5 @@ def _call(url: str, body: dict[str, Any] | None) -> dict[str, Any]:
             return json.loads(answer.read(_MAX_ANSWER))
     except urllib.error.HTTPError as error:
         raise ConfigError(f"{url} answered {error.code}: {error.read(500)!r}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
         raise ConfigError(f"{url} cannot be asked: {error}") from error
