@@ -23,6 +23,7 @@ from typing import Any
 
 from deepdraft.adapters.environments import (
     RECORD,
+    UNLISTED,
     Environment,
     State,
     clean_environ,
@@ -93,6 +94,8 @@ def _build(
     if "torch" in names and wheel is not None:
         requirements.insert(0, str(wheel))
     say(f"installing {len(names)} packages with {tools.name}")
+    unlisted = [name for name, file in state.damaged.items() if file == UNLISTED]
+    _forget(environment, [*state.missing, *unlisted])
     tools.install(environment, requirements, reinstall=list(state.damaged))
     after = inspect(environment)
     if not after.whole:
@@ -117,6 +120,14 @@ def _build(
     }
     _write(environment.path / RECORD, record)
     return record
+
+
+def _forget(environment: Environment, names: Sequence[str]) -> None:
+    """Takes away metadata that no installer can use to remove a package; it writes the package's
+    files anew."""
+    for folder in environment.site_packages.glob("*.dist-info"):
+        if normal(folder.name.partition("-")[0]) in names:
+            shutil.rmtree(folder)
 
 
 def remove(environment: Environment) -> bool:

@@ -263,14 +263,14 @@ def unused_regions() -> list[Path]:
     regions = sorted(Path("/dev/shm").glob("triton_python_backend_shm_region_*"))
     if not regions:
         return []
-    mapped = ""
+    mapped = b""  # names of files need not be UTF-8
     for directory in Path("/proc").glob("[0-9]*"):
         try:
-            mapped += (directory / "maps").read_text()
+            mapped += (directory / "maps").read_bytes()
         except OSError:
             continue  # ended meanwhile, or another user's
     me = os.getuid()
-    return [r for r in regions if r.name not in mapped and _owner(r) == me]
+    return [r for r in regions if os.fsencode(r.name) not in mapped and _owner(r) == me]
 
 
 def _owner(path: Path) -> int | None:

@@ -6,6 +6,7 @@ Knows nothing of: how one is made (`environment_build`), what an engine does.
 An engine never shares our environment: their pins contradict each other and ours.
 """
 
+import csv
 import hashlib
 import importlib.metadata
 import json
@@ -20,6 +21,8 @@ from typing import Any
 from deepdraft.errors import ConfigError
 
 RECORD = "deepdraft-environment.json"
+UNLISTED = "its list of files"
+"""What is damaged where nothing tells which files a package has."""
 VARIABLE = "DEEPDRAFT_ENVIRONMENTS"
 _REQUIREMENTS = Path(__file__).with_name("requirements")
 _PIN = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)==([A-Za-z0-9][A-Za-z0-9.!+_-]*)")
@@ -229,7 +232,10 @@ def inspect(environment: Environment) -> State:
     state.interpreter = _interpreter(environment)
     found = {}
     for dist in importlib.metadata.distributions(path=[str(environment.site_packages)]):
-        name = dist.metadata["Name"] if dist.metadata else None
+        try:
+            name = dist.metadata["Name"] if dist.metadata else None
+        except ValueError:  # no text, so nothing that is installed
+            continue
         if name:
             found[normal(name)] = dist
     state.installed = {name: dist.version for name, dist in sorted(found.items())}
@@ -271,9 +277,16 @@ def clean_environ(**more: str) -> dict[str, str]:
 
 def _damage(dist: importlib.metadata.Distribution) -> str | None:
     """A file of a distribution that is not there as it was installed."""
+    try:
+        return _changed_file(dist)
+    except (ValueError, TypeError, csv.Error):  # a disk that was full, or lost its power
+        return UNLISTED
+
+
+def _changed_file(dist: importlib.metadata.Distribution) -> str | None:
     files = dist.files
     if files is None:
-        return "its list of files"
+        return UNLISTED
     for file in files:
         if file.suffix == ".pyc":
             continue

@@ -261,7 +261,11 @@ class _Log:
 
     def __init__(self, path: Path | None, most: int) -> None:
         self._path, self._most = path, most
-        self._file = path.open("ab", buffering=0) if path is not None else None
+        self._file: IO[bytes] | None = None
+        try:
+            self._file = path.open("ab", buffering=0) if path is not None else None
+        except OSError as error:  # what the process writes must be taken all the same
+            logger.warning("no log is kept in %s: %s", path, error.strerror)
 
     def write(self, line: bytes) -> None:
         if self._file is None or self._path is None:

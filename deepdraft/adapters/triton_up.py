@@ -158,7 +158,15 @@ def post(url: str, value: Any, *, timeout_s: float = 60.0) -> tuple[int, bytes]:
 
 
 def choose_ports(host: str, http_port: int, grpc_port: int, metrics_port: int) -> Ports:
-    """Ports that are free; 0 means any. Raises ConfigError that names one that is taken."""
+    """Ports that are free; 0 means any. Raises ConfigError that names one that is taken, or a host
+    that is none of this machine's."""
+    try:
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"--host {host} is no IPv4 address or name of this machine: {error}"
+        ) from error
     wanted = {"--http-port": http_port, "--grpc-port": grpc_port, "--metrics-port": metrics_port}
     fixed = [p for p in wanted.values() if p]
     if len(set(fixed)) != len(fixed):

@@ -35,6 +35,7 @@ _MAX_LINE = 1 << 20
 _MAX_ANSWER = 64 << 20
 _MAX_BODY = 4 << 20
 _SPARE_CHUNKS = 64
+_MOST_TOKENS = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +248,12 @@ class Target:
             raise _Fault("timeout", "")
         if not (ended or (self.is_triton and answer.finish)):
             raise _Fault("truncated", "the stream ended without its end mark")
+        if answer.tokens > max_tokens:
+            # Figures are made of this count: it must not be more than was asked for.
+            raise _Fault(
+                "malformed",
+                f"usage says {answer.tokens} tokens, and at most {max_tokens} were asked for",
+            )
         answer.counted = answer.tokens > 0
         answer.tokens = answer.tokens or answer.chunks
 
@@ -333,12 +340,20 @@ def _error_in(chunk: dict[str, Any]) -> str | None:
     return str(message or error)[:500]
 
 
+def _count(usage: dict[str, Any], name: str) -> int:
+    """A number of tokens; 0 where there is none. Raises _Fault for what is no such number."""
+    value = usage.get(name) or 0
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MOST_TOKENS:
+        raise _Fault("malformed", f"{name} is no number of tokens: {str(value)[:80]}")
+    return value
+
+
 def _take_openai(chunk: dict[str, Any], answer: Answer) -> bool:
     """Adds a chunk to the answer; whether it held text. Raises _Fault."""
     usage, choices = chunk.get("usage"), chunk.get("choices")
     if isinstance(usage, dict):
-        answer.tokens = int(usage.get("completion_tokens") or 0)
-        answer.prompt_tokens = int(usage.get("prompt_tokens") or 0)
+        answer.tokens = _count(usage, "completion_tokens")
+        answer.prompt_tokens = _count(usage, "prompt_tokens")
     if not isinstance(choices, list):
         raise _Fault("malformed", f"a chunk without choices: {json.dumps(chunk)[:200]}")
     held = False
@@ -346,6 +361,8 @@ def _take_openai(chunk: dict[str, Any], answer: Answer) -> bool:
         if not isinstance(choice, dict):
             raise _Fault("malformed", "a choice that is no object")
         delta = choice.get("delta") or {}
+        if not isinstance(delta, dict):
+            raise _Fault("malformed", "a delta that is no object")
         thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
         text = delta.get("content") or choice.get("text") or ""
         if not (isinstance(thought, str) and isinstance(text, str)):
@@ -366,6 +383,6 @@ def _take_triton(chunk: dict[str, Any], answer: Answer) -> bool:
     answer.finish = chunk.get("finish_reason") or answer.finish
     if usage := chunk.get("usage"):
         counts = _decoded(str(usage).encode())
-        answer.tokens = int(counts.get("completion_tokens") or 0)
-        answer.prompt_tokens = int(counts.get("prompt_tokens") or 0)
+        answer.tokens = _count(counts, "completion_tokens")
+        answer.prompt_tokens = _count(counts, "prompt_tokens")
     return bool(text or thought)

@@ -117,6 +117,40 @@ def test_life_of_an_environment(toy: Environment) -> None:
     assert remove(toy) and not remove(toy) and not toy.path.exists()
 
 
+def test_metadata_that_a_lost_disk_left_are_repaired(toy: Environment) -> None:
+    create(toy)
+    (first,) = toy.site_packages.glob("aaa-*.dist-info")
+    (second,) = toy.site_packages.glob("bbb-*.dist-info")
+    for data in (b"\xe9\xff,,1\n", b"bbb.py,,x\n", b"bbb.py,,1,2,3\n", b"\0" * 100):
+        (second / "RECORD").write_bytes(data)
+        assert inspect(toy).damaged == {"bbb": "its list of files"}
+    (first / "METADATA").write_bytes(b"Name: \xe9\xff\n")
+    assert inspect(toy).missing == ["aaa"]
+    (second / "RECORD").unlink()
+    create(toy)
+    assert inspect(toy).whole
+
+
+def test_regions_are_found_beside_files_of_other_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mmap
+
+    name = os.fsencode(tmp_path) + b"/\xe9"
+    with open(name, "wb") as file:
+        file.write(b"x")
+    region = Path(f"/dev/shm/triton_python_backend_shm_region_t{os.getpid()}")
+    with (
+        open(name, "rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ),
+    ):
+        region.touch()
+        try:
+            assert region in environment_check.unused_regions()
+        finally:
+            region.unlink()
+
+
 def test_what_stops_a_making(toy: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"tried with Python .*, this is"):
         create(Environment(**{**fields(toy), "pythons": ("2.7",)}))

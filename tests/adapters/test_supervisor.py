@@ -197,6 +197,13 @@ def test_a_log_is_bounded(tmp_path: Path) -> None:
     assert len(one.tail) == 40
 
 
+def test_a_log_that_cannot_be_kept_does_not_hold_the_process(tmp_path: Path) -> None:
+    talks = "print('x' * 300_000, flush=True)\n" + FOREVER  # more than a pipe holds
+    with supervised(tmp_path, talks, FAST, log=tmp_path) as one:
+        one.wait_ready(20)
+        assert one.health.starts == 1
+
+
 def test_metrics_and_probes() -> None:
     with broken_server() as server:
         assert answers(server.url + "/readyz")

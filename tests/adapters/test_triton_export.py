@@ -135,6 +135,9 @@ def test_ports() -> None:
         taken.listen()
         with pytest.raises(ConfigError, match=r"--grpc-port \d+ is taken"):
             choose_ports("127.0.0.1", 0, taken.getsockname()[1], 0)
+    for host in ("203.0.113.7", "::1", "a" * 70):
+        with pytest.raises(ConfigError, match="no IPv4 address or name of this machine"):
+            choose_ports(host, 8000, 0, 0)
 
 
 def read(stream: ModuleType, engine: Broken, deadline_s: float = 10.0, **given: Any) -> list[Any]:

@@ -11,9 +11,17 @@ from click.testing import CliRunner
 
 from deepdraft.cli.main import cli
 from deepdraft.errors import ConfigError
+from deepdraft.proof import serve_client
 from deepdraft.proof.bench_serve import Plan, is_good, measure, open_targets, table
 from deepdraft.proof.serve_client import Ask, Target
-from deepdraft.proof.serve_load import MOST_UNDER_WAY, Conversation, Turn, arrivals, read_trace
+from deepdraft.proof.serve_load import (
+    MOST_UNDER_WAY,
+    Conversation,
+    Turn,
+    arrivals,
+    fixed,
+    read_trace,
+)
 from deepdraft.proof.serve_load import poisson as poisson_load
 from deepdraft.proof.serve_page import page
 from tests.adapters.broken import Broken, broken_server
@@ -132,6 +140,26 @@ def test_faults_are_named_and_bounded(broken: Broken, mode: str, fault: str, api
         assert answer.chunks <= 2 * 16 + 65
     if mode in ("endless", "slow", "drip"):
         assert broken.cancelled.wait(10), "the connection was left open"
+
+
+LIES: list[dict[str, Any]] = [
+    *(
+        {"usage": {"completion_tokens": count}, "choices": []}
+        for count in ([1], float("inf"), -5, 17, 10**400, "x", True)
+    ),
+    {"choices": [{"delta": "abc"}]},
+]
+
+
+@pytest.mark.parametrize("lie", LIES, ids=range(len(LIES)))
+def test_a_server_that_lies_is_counted(
+    broken: Broken, lie: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        serve_client, "_frames", lambda _: iter([json.dumps(lie).encode(), b"[DONE]"])
+    )
+    done = fixed(Target("broken", broken.url), [Ask(("Hi",), 16)] * 2, 2)
+    assert [d.answer.fault for d in done] == ["malformed"] * 2
 
 
 def test_faults_do_not_end_a_load(broken: Broken) -> None:
