@@ -16,6 +16,9 @@ from deepdraft.engine.pace import Pace
 from deepdraft.engine.request import Request
 from deepdraft.errors import Overloaded, RequestError
 
+_LEFT_TO_OTHERS = 8
+"""A tenant leaves the 8th part of the queue to others, or it could lock them out."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillChunk:
@@ -126,10 +129,12 @@ class Scheduler:
         own_most = None
         if own.max_queue is not None:
             own_most = own.max_queue + (own.max_running or limits.max_running)
-        if len(requests) > min(most, own_most or most):
+        left_to_others = limits.max_queue // _LEFT_TO_OTHERS if name else 0
+        fitting = min(most - left_to_others, own_most or most)
+        if len(requests) > fitting:
             raise RequestError(
                 f"the request asks for {len(requests)} answers; this server takes at most "
-                f"{min(most, own_most or most)} at once: send fewer prompts, or a smaller n"
+                f"{fitting} at once: send fewer prompts, or a smaller n"
             )
         # Free running places count too: an idle engine takes max_running requests at once.
         if len(requests) > most - self.num_running - self.num_waiting:
@@ -139,6 +144,11 @@ class Scheduler:
             )
         waiting = self._tenants.num_waiting(name)
         running = sum(r.tenant == name for r in self._running)
+        if len(requests) > most - left_to_others - waiting - running:
+            raise Overloaded(
+                f"this tenant has {waiting} requests waiting and {running} running, and the rest "
+                "of the queue is for others; try again when some are finished"
+            )
         if own_most is not None and len(requests) > own_most - waiting - running:
             raise RateLimited(
                 f"this key has {waiting} requests waiting and {running} running, and at most "

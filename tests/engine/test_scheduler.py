@@ -100,6 +100,18 @@ def test_caps_of_a_tenant() -> None:
     assert names(one.admit()) == ["a1"]
 
 
+def test_one_tenant_does_not_fill_the_queue_of_all() -> None:
+    one = scheduler(max_queue=16, max_running=2)
+    with pytest.raises(RequestError, match="at most 16 at once"):
+        one.add([request(f"all{i}", tenant="a") for i in range(17)])
+    one.add([request(f"a{i}", tenant="a") for i in range(16)])
+    with pytest.raises(Overloaded, match="is for others"):
+        one.add([request("more", tenant="a")])
+    one.add([request("b", tenant="b")])
+    alone = scheduler(max_queue=16, max_running=2)
+    alone.add([request(f"{i}") for i in range(18)])  # who has no name has no others
+
+
 def test_weights_share_a_busy_server() -> None:
     one = Scheduler(Limits(max_running=6), tenants={"big": TenantLimits(weight=2.0)})
     for i in range(10):
