@@ -34,7 +34,7 @@ from deepdraft.checkpoint.presharded import (
     unit_of,
 )
 from deepdraft.checkpoint.reader import Checkpoint
-from deepdraft.checkpoint.shards import write_header
+from deepdraft.checkpoint.shards import check_link, write_header
 from deepdraft.errors import CheckpointError
 from deepdraft.parallel.plan import ShardPlan
 from deepdraft.parallel.shards import cut_tensor
@@ -66,6 +66,7 @@ def convert(
     Raises ConfigError for a size that does not divide, CheckpointError for a full disk, a directory
     that holds something else, and NaN in a weight.
     """
+    check_small(source.path)
     plan = shard_plan(source.args, size)
     origin = source_digest(source)
     out.mkdir(parents=True, exist_ok=True)
@@ -255,6 +256,12 @@ def _check_sound(source: Checkpoint, entry: Entry, values: Tensor) -> None:
             f"{entry.name} in {source.places[entry.name].shard} holds NaN or infinity: "
             f"{int(bad.sum())} values; the file is damaged or its training failed"
         )
+
+
+def check_small(source: Path) -> None:
+    """Raises CheckpointError where a file that `copy_small` takes is a link out of `source`."""
+    for name in ("config.json", *_COPIED):
+        check_link(source, source / name)
 
 
 def copy_small(source: Path, out: Path) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from deepdraft.arch import ModelArgs, V4Args, V41Args
-from deepdraft.checkpoint.convert import copy_small, write_synced
+from deepdraft.checkpoint.convert import check_small, copy_small, write_synced
 from deepdraft.checkpoint.families import model_table, unread_tensors
 from deepdraft.checkpoint.layouts import read_published
 from deepdraft.checkpoint.names import Entry
@@ -153,6 +153,7 @@ def relayout(
     that matches nothing, CheckpointError for values that a format cannot hold, a directory that is
     not empty, a full disk.
     """
+    check_small(source)
     config = read_config(source / "config.json")
     spec = ModelSpec.of(config, accept_unknown=accept_unknown)
     if isinstance(spec.args, V41Args):

@@ -16,15 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from deepdraft.checkpoint.families import parse_model_args
 from deepdraft.checkpoint.names import Entry
 from deepdraft.checkpoint.reader import Checkpoint
+from deepdraft.checkpoint.relayout import relayout
 from deepdraft.checkpoint.section import read_config
 from deepdraft.cli.main import main
-from deepdraft.errors import ConfigError, DeepdraftError
+from deepdraft.errors import CheckpointError, ConfigError, DeepdraftError
 from deepdraft.proof.doctor.finding import Finding
 from deepdraft.proof.doctor.run import examine
+from deepdraft.proof.doctor.values import value_checks
 from deepdraft.proof.tiny_families import tiny_config
 from deepdraft.proof.tiny_write import write_tiny
 from tests.doctor.sparse import write_shard, write_sparse
@@ -447,3 +451,24 @@ def test_any_of_several_end_tokens_may_be_the_tokenizers(model: Path) -> None:
 def test_a_shard_whose_name_is_too_long_for_a_file(model: Path) -> None:
     (model / INDEX).write_text(json.dumps({"weight_map": {"a": "a" * 300 + ".safetensors"}}))
     assert "which is no shard" in refused(model).what
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_convert_copies_no_file_from_elsewhere(model: Path, tmp_path: Path, name: str) -> None:
+    (model / name).rename(tmp_path / name)
+    (model / name).symlink_to(tmp_path / name)
+    with pytest.raises(CheckpointError, match="is a link out of"):
+        relayout(model, tmp_path / "out", layout="published")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["v3", "v4"])
+def test_a_drafter_that_is_no_number(tmp_path: Path, kind: str) -> None:
+    """Its tensors are read to draft, so doctor reads them, too; as they are they are silent."""
+    path = write_tiny(tmp_path / kind, kind, mtp="next" if kind == "v4" else True)
+    assert not value_checks(Checkpoint.open(path))
+    tensors = load_file(path / "model.safetensors")
+    (name,) = [n for n in tensors if n.endswith("enorm.weight")]
+    save_file(tensors | {name: tensors[name] * torch.nan}, path / "model.safetensors")
+    (found,) = value_checks(Checkpoint.open(path))
+    assert found.cause == name and "NaN" in found.what
