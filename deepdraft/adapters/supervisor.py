@@ -14,6 +14,7 @@ import http.client
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -311,16 +312,29 @@ def answers(url: str, *, timeout_s: float = 1.0) -> bool:
 
 
 def fetch(url: str, *, timeout_s: float, most: int = 1 << 16) -> tuple[int, bytes]:
-    """Status and body of a GET. Raises OSError or http.client.HTTPException."""
+    """Status and body of a GET; `timeout_s` bounds connecting and then the answer as a whole.
+    Raises OSError or http.client.HTTPException."""
     parts = urllib.parse.urlsplit(url)
     assert parts.hostname is not None
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
+    late: threading.Timer | None = None
     try:
+        connection.connect()
+        late = threading.Timer(timeout_s, _cut, (connection.sock,))
+        late.daemon = True
+        late.start()
         connection.request("GET", parts.path or "/")
         response = connection.getresponse()
         return response.status, response.read(most)
     finally:
+        if late is not None:
+            late.cancel()
         connection.close()
+
+
+def _cut(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has ended by itself
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def scrape(url: str, *, timeout_s: float = 2.0) -> dict[str, float]:

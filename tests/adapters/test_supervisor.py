@@ -1,7 +1,9 @@
 """The supervisor: restarts, orphans, limits. The processes are small Python scripts."""
 
+import http.client
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -214,6 +216,29 @@ def test_metrics_and_probes() -> None:
     with pytest.raises(EngineError, match="no metrics"):
         scrape(server.url + "/metrics")
     assert Health().phase == "new"
+
+
+def test_a_probe_is_not_held_by_a_slow_answer() -> None:
+    sent: list[bool] = []
+
+    def drip(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            try:
+                for _ in range(1000):
+                    connection.sendall(b"H")
+                    time.sleep(0.01)
+                sent.append(True)
+            except OSError:
+                sent.append(False)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=drip, args=(listener,))
+        thread.start()
+        with pytest.raises((OSError, http.client.HTTPException)):
+            answers(f"http://127.0.0.1:{listener.getsockname()[1]}/", timeout_s=0.3)
+        thread.join()
+    assert sent == [False]
 
 
 def test_scraped_values(monkeypatch: pytest.MonkeyPatch) -> None:
