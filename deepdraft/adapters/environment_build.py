@@ -38,6 +38,8 @@ from deepdraft.errors import ConfigError
 
 Say = Callable[[str], None]
 _IMPORT_S = 300.0
+_locks: set[int] = set()
+"""Descriptors that installers hold, too: one that outlives us still works on its environment."""
 
 
 def create(
@@ -233,7 +235,11 @@ def _alone(lock: Path) -> Generator[None]:
             raise ConfigError(
                 f"another process works on {lock.stem.lstrip('.')} now; try again when it is done"
             ) from error
-        yield
+        _locks.add(file.fileno())
+        try:
+            yield
+        finally:
+            _locks.discard(file.fileno())
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
@@ -320,7 +326,11 @@ def _listed(requirements: Sequence[str]) -> Generator[str]:
 def _run(command: Sequence[str], **variables: str) -> None:
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, env=clean_environ(**variables)
+            command,
+            capture_output=True,
+            text=True,
+            env=clean_environ(**variables),
+            pass_fds=tuple(_locks),
         )
     except OSError as error:
         raise ConfigError(f"{command[0]} does not start: {error.strerror}") from error

@@ -191,6 +191,17 @@ def test_one_maker_at_a_time(toy: Environment) -> None:
         create(toy)
 
 
+def test_an_installer_holds_the_lock_of_its_maker(tmp_path: Path) -> None:
+    # So that it is held also where the maker is killed and the installer goes on.
+    lock = tmp_path / ".toy.lock"
+    code = "import os, sys; sys.exit(os.stat(sys.argv[1]).st_ino not in [os.fstat(int(n)).st_ino "
+    code += "for n in os.listdir('/proc/self/fd') if os.path.exists('/proc/self/fd/' + n)])"
+    with environment_build._alone(lock):
+        environment_build._run([sys.executable, "-S", "-c", code, str(lock)])
+    with pytest.raises(ConfigError):
+        environment_build._run([sys.executable, "-S", "-c", code, str(lock)])
+
+
 def test_cuda_is_never_downloaded_in_silence(toy: Environment) -> None:
     cuda = Environment(**{**fields(toy), "cuda": True})
     with pytest.raises(ConfigError, match="--cuda"):
