@@ -248,6 +248,8 @@ class Target:
             raise _Fault("timeout", "")
         if not (ended or (self.is_triton and answer.finish)):
             raise _Fault("truncated", "the stream ended without its end mark")
+        if not (answer.chunks or answer.finish):
+            raise _Fault("malformed", "an answer without text or a reason why it ended")
         if answer.tokens > max_tokens:
             # Figures are made of this count: it must not be more than was asked for.
             raise _Fault(
@@ -271,12 +273,24 @@ class Target:
         return headers
 
     def _get(self, path: str) -> tuple[int, bytes]:
-        connection = self._connect(min(self.timeout_s, 30.0))
+        limit_s, late = min(self.timeout_s, 30.0), threading.Event()
+        connection = self._connect(limit_s)
+        watch: threading.Timer | None = None
         try:
+            connection.connect()
+            # The socket's limit is for each read: an answer that drips would never end.
+            watch = threading.Timer(limit_s, _cut, (connection.sock, late))
+            watch.daemon = True
+            watch.start()
             connection.request("GET", path, headers=self._headers())
-            response = connection.getresponse()
-            return response.status, response.read(_MAX_BODY)
+            with connection.getresponse() as response:
+                status, body = response.status, response.read(_MAX_BODY)
+            if late.is_set():
+                raise TimeoutError(f"no whole answer within {limit_s:g} s")
+            return status, body
         finally:
+            if watch is not None:
+                watch.cancel()
             connection.close()
 
     def _first_model(self, url: str) -> str:

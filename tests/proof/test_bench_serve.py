@@ -1,6 +1,9 @@
 """`bench serve`: loads, the check of outputs, and servers that fail. Times are never judged."""
 
+import contextlib
 import json
+import socket
+import threading
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -148,6 +151,7 @@ LIES: list[dict[str, Any]] = [
         for count in ([1], float("inf"), -5, 17, 10**400, "x", True)
     ),
     {"choices": [{"delta": "abc"}]},
+    {"choices": [{"delta": {}}]},  # and then its end: no text, no reason
 ]
 
 
@@ -160,6 +164,30 @@ def test_a_server_that_lies_is_counted(
     )
     done = fixed(Target("broken", broken.url), [Ask(("Hi",), 16)] * 2, 2)
     assert [d.answer.fault for d in done] == ["malformed"] * 2
+
+
+def test_a_list_of_models_that_drips_is_given_up() -> None:
+    """Every read of the socket is in time; the whole never ends."""
+    stop = threading.Event()
+
+    def drip(listener: socket.socket) -> None:
+        connection = listener.accept()[0]
+        with connection, contextlib.suppress(OSError):
+            connection.recv(4096)
+            connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n")
+            while not stop.wait(0.05):
+                connection.sendall(b" ")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=drip, args=(listener,))
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            with pytest.raises(ConfigError, match="no list of models"):
+                Target("dripping", url, timeout_s=0.5)
+        finally:
+            stop.set()
+            thread.join()
 
 
 def test_faults_do_not_end_a_load(broken: Broken) -> None:
