@@ -125,7 +125,8 @@ def test_one_id_finds_a_fetch_in_both_logs(
         seen = [(line["event"], line["fields"]) for line in lines if "event" in line]
         reads = [f for event, f in seen if event == "kv_read" and f["trace"] == trace]
         fetches = [f for event, f in seen if event == "kv_fetch" and f["trace"] == trace]
-        assert [f["result"] for f in reads] == [result]
+        # A slow machine may have the fetch ask once more, under the same id.
+        assert {f["result"] for f in reads} == {result}
         assert [f["outcome"] for f in fetches] == ["hit" if result == "opened" else result]
         a.fleet.exporter.disown(KEY)
         a.fleet.exporter.own(KEY, Record("another", 99, a.fleet.owner), a.kept.entries[0].id)
