@@ -8,6 +8,7 @@ that is what is measured. Nothing a server sends can hold the client: a request 
 stream a most of bytes and of chunks.
 """
 
+import contextlib
 import http.client
 import json
 import os
@@ -15,7 +16,7 @@ import socket
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -145,31 +146,23 @@ class Target:
         limit_s = self.timeout_s if deadline_s is None else deadline_s
         answer = Answer()
         begin = time.perf_counter()
-        connection = self._connect(limit_s)
-        late = threading.Event()
-        watch: threading.Timer | None = None
+        connected, late = False, threading.Event()
         try:
-            connection.connect()
-            watch = threading.Timer(limit_s, _cut, (connection.sock, late))
-            watch.daemon = True
-            watch.start()
-            path, body = self._request(ask)
-            connection.request("POST", path, json.dumps(body), self._headers())
-            # A response that ends with its connection is not the connection's to close.
-            with connection.getresponse() as response:
-                self._check_status(response)
-                self._read(response, answer, begin, ask.max_tokens, late)
+            with self._connected(limit_s, late) as connection:
+                connected = True
+                path, body = self._request(ask)
+                connection.request("POST", path, json.dumps(body), self._headers())
+                # A response that ends with its connection is not the connection's to close.
+                with connection.getresponse() as response:
+                    self._check_status(response)
+                    self._read(response, answer, begin, ask.max_tokens, late)
         except _Fault as fault:
             answer.fault, answer.message = fault.kind, str(fault)
         except (OSError, http.client.HTTPException, ValueError) as error:
             kind: FaultKind = "truncated" if answer.chunks else "connect"
-            if watch is not None and isinstance(error, TimeoutError):
+            if connected and isinstance(error, TimeoutError):
                 kind = "timeout"  # the socket's own limit, which can pass just before the timer's
             answer.fault, answer.message = kind, f"{type(error).__name__}: {error}"
-        finally:
-            if watch is not None:
-                watch.cancel()
-            connection.close()
         if answer.fault is not None and late.is_set():
             answer.fault, answer.message = "timeout", f"not whole within {limit_s:g} s"
         answer.end_s = answer.end_s or time.perf_counter() - begin
@@ -259,11 +252,25 @@ class Target:
         answer.counted = answer.tokens > 0
         answer.tokens = answer.tokens or answer.chunks
 
-    def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
+    @contextlib.contextmanager
+    def _connected(
+        self, limit_s: float, late: threading.Event
+    ) -> Generator[http.client.HTTPConnection]:
+        """A connection that is cut after `limit_s`, and `late` set: the socket's own limit is for
+        each read, so an answer that drips would never end."""
         secure = self._parts.scheme == "https"
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
         assert self._parts.hostname is not None
-        return kind(self._parts.hostname, self._parts.port, timeout=timeout_s)
+        connection = kind(self._parts.hostname, self._parts.port, timeout=limit_s)
+        with contextlib.closing(connection):
+            connection.connect()
+            watch = threading.Timer(limit_s, _cut, (connection.sock, late))
+            watch.daemon = True
+            watch.start()
+            try:
+                yield connection
+            finally:
+                watch.cancel()
 
     def _headers(self) -> dict[str, str]:
         headers = {"content-type": "application/json"}
@@ -274,24 +281,13 @@ class Target:
 
     def _get(self, path: str) -> tuple[int, bytes]:
         limit_s, late = min(self.timeout_s, 30.0), threading.Event()
-        connection = self._connect(limit_s)
-        watch: threading.Timer | None = None
-        try:
-            connection.connect()
-            # The socket's limit is for each read: an answer that drips would never end.
-            watch = threading.Timer(limit_s, _cut, (connection.sock, late))
-            watch.daemon = True
-            watch.start()
+        with self._connected(limit_s, late) as connection:
             connection.request("GET", path, headers=self._headers())
             with connection.getresponse() as response:
                 status, body = response.status, response.read(_MAX_BODY)
-            if late.is_set():
-                raise TimeoutError(f"no whole answer within {limit_s:g} s")
-            return status, body
-        finally:
-            if watch is not None:
-                watch.cancel()
-            connection.close()
+        if late.is_set():
+            raise TimeoutError(f"no whole answer within {limit_s:g} s")
+        return status, body
 
     def _first_model(self, url: str) -> str:
         try:
