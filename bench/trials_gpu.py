@@ -45,12 +45,9 @@ from deepdraft.kernels.native import (  # noqa: E402
 from deepdraft.kernels.native.fragments import Streamed  # noqa: E402
 
 Names = frozenset[str]
-ALONE = (
-    "combine", "combine_l2", "combine_held", "combine_plain", "combine_l2+combine_held",
-    "combine_four", "query", "ordered", "fresh",
-)  # fmt: skip
+ALONE = ("combine", "query", "ordered", "fresh")
 """Tried alone."""
-SAME_BITS = frozenset({"combine_four", "ordered", "fresh", "lanes"})
+SAME_BITS = frozenset({"ordered", "fresh", "lanes"})
 """Forms that promise the usual bits; the others sum in another order or take other exponentials."""
 PLANS = frozenset({"query"})
 """Forms that are plans of weights."""
@@ -123,10 +120,8 @@ def wanted() -> list[tuple[str, dict[str, int]]]:
         assert plan is not None
         add("stream.cu", stream.macros(kind, plan, 0))
     add("attend.cu", attend.macros(32, attend.HEADS))
-    for names in ((), ("combine_l2",), ("combine_held",), ("combine_l2", "combine_held")):
-        with trials.using(*names):
-            for chunks in (2, 3, 10):
-                add("combine.cu", attend.combine_macros(32, chunks, min(chunks, 2)))
+    for chunks in (2, 3, 10):
+        add("combine.cu", attend.combine_macros(32, chunks, min(chunks, 2)))
     for picks in (0, 6):
         add("boundary.cu", boundary.macros(4, picks))
     add("route.cu", route.macros(384, 6))

@@ -30,7 +30,7 @@ race() {  # name, tool, trials, module, test
   pids="$pids $!"
 }
 module test_native 6 ""; module test_native_attend 1 ""; module test_native_attend 1 combine
-module test_native_attend 1 combine_l2,combine_held; module test_native_boundary 1 ""; module test_native_route 1 ""
+module test_native_boundary 1 ""; module test_native_route 1 ""
 BULK=test_bulk_copies; ATTEND="test_chunks {'shape': (20,"
 race race-usual racecheck "" test_native "$BULK"
 race race-lanes racecheck lanes test_native "test_experts {'shape': (5, 3, 320, 96)"

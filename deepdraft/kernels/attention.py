@@ -19,7 +19,6 @@ from torch import Tensor
 from deepdraft.kernels.cache import record_bytes, turn_pairs
 from deepdraft.kernels.gemv import dot_bf16
 from deepdraft.kernels.native import attend as native
-from deepdraft.kernels.native import trials
 from deepdraft.kernels.rounding import (
     from_e2m1,
     from_e4m3,
@@ -334,6 +333,6 @@ def sparse_attention(
     launch(
         combine_kernel, (heads, rows), part, top, total, sink, cos, sin, out, heads,
         C=channels, PAIRS=pairs, WINDOW_CHUNKS=window_chunks, CHUNKS=chunks,
-        CP=next_power(channels), num_warps=4 if trials.on("combine_four") else 2,
+        CP=next_power(channels), num_warps=2,
     )  # fmt: skip
     return out

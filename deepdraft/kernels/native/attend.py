@@ -35,9 +35,6 @@ class _Params(ctypes.Structure):
     )
 
 
-_COMBINES = "combine", "combine_l2", "combine_held", "combine_plain"
-
-
 class _Combine(ctypes.Structure):
     """`Params` of combine.cu."""
 
@@ -70,9 +67,8 @@ def shared_bytes(heads: int) -> int:
 
 def combine_macros(pairs: int, chunks: int, window: int) -> dict[str, int]:
     """Macros of one variant of combine.cu."""
-    more = {n: 1 for n in ("L2", "HELD") if trials.on(f"combine_{n.lower()}")}
-    size = {"SHARED_BYTES": 16}
-    return {**more, "C": CHANNELS, "PAIRS": pairs, "CHUNKS": chunks, "WINDOW": window, **size}
+    sizes = {"C": CHANNELS, "PAIRS": pairs, "CHUNKS": chunks, "WINDOW": window}
+    return {**sizes, "SHARED_BYTES": 16}
 
 
 def _kernel(device: torch.device, pairs: int, heads: int) -> build.Kernel:
@@ -113,13 +109,12 @@ def combine(
 ) -> bool:  # fmt: skip
     """Fills out bfloat16 [R, H, C] from the chunks, turned back. False: too many of them here."""
     rows, count, heads, _ = part.shape
-    if count > _MOST_CHUNKS or not any(trials.on(n) for n in _COMBINES):
+    if count > _MOST_CHUNKS or not trials.on("combine"):
         return False
     params = _Combine(
         part=part.data_ptr(), top=top.data_ptr(), total=total.data_ptr(), sink=sink.data_ptr(),
         cosines=cos.data_ptr(), sines=sin.data_ptr(), out=out.data_ptr(),
     )  # fmt: skip
     kernel = _combiner(part.device, cos.shape[1], count, window_chunks)
-    early = programmatic_launch() and not trials.on("combine_plain")
-    kernel.launch((heads, rows), params, programmatic=early)
+    kernel.launch((heads, rows), params, programmatic=programmatic_launch())
     return True

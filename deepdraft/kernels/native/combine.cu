@@ -10,10 +10,6 @@
 
 #include "machine.cuh"
 
-#ifndef HELD
-#define HELD 0
-#endif
-
 constexpr int THREADS = C / 4;
 
 struct Params {
@@ -31,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_kernel(const __gri
     const int channel = 4 * j, pair = row * PAIRS + (channel - (C - 2 * PAIRS)) / 2;
     const bool turns = channel >= C - 2 * PAIRS;
     dependency_wait();
-    if (!HELD) launch_dependents();
+    launch_dependents();
     float top[CHUNKS], own[CHUNKS], cosine[2] = {}, sine[2] = {};
     float4 part[CHUNKS];
     const float sink = p.sink[head];
@@ -65,7 +61,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_kernel(const __gri
             sum[2] = fmaf(share, part[c].z, sum[2]), sum[3] = fmaf(share, part[c].w, sum[3]);
         }
     }
-    if (HELD) launch_dependents();
     u32 words[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {

@@ -41,24 +41,19 @@ __device__ __forceinline__ u32 load_shared4(u32 at) {
     return v;
 }
 // Asked for where they stand: the compiler leaves their order to us.
-#if defined(L2)
-#define LOAD "ld.global.cg"
-#else
-#define LOAD "ld.global"
-#endif
 __device__ __forceinline__ float load_here(const float* from) {
     float v;
-    asm volatile(LOAD ".f32 %0, [%1];" : "=f"(v) : "l"(from) : "memory");
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(from) : "memory");
     return v;
 }
 __device__ __forceinline__ float2 load_here(const float2* from) {
     float2 v;
-    asm volatile(LOAD ".v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(from) : "memory");
+    asm volatile("ld.global.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(from) : "memory");
     return v;
 }
 __device__ __forceinline__ float4 load_here(const float4* from) {
     float4 v;
-    asm volatile(LOAD ".v4.f32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from) : "memory");
     return v;
 }

@@ -15,10 +15,6 @@ from deepdraft.errors import ConfigError
 SETTING = "DEEPDRAFT_TRIALS"
 NAMES = {
     "combine": "attention's chunks are combined in CUDA C++",
-    "combine_l2": "... and read from the L2 cache",
-    "combine_held": "... and what follows starts when they have been read",
-    "combine_plain": "... and this starts when attention has ended",
-    "combine_four": "Triton's combine kernel by four warps instead of two",
     "query": "the query map with bulk copies (read at load)",
     "ordered": "no kernel lets the next one start before its own inputs are there",
     "fresh": "the L1 cache is emptied after every wait for the kernel before",
