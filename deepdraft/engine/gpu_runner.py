@@ -162,7 +162,7 @@ def prefill_plan(
     except StateError as error:
         raise ConfigError(
             f"encoder prefill does not fit: {error.message}; lower max_context"
-        ) from (error)
+        ) from error
 
 
 def weight_bytes(args: V41Args, *, drafter: bool) -> int:
