@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy as entropy
 
 from deepdraft.checkpoint.families import parse_model_args
 from deepdraft.checkpoint.reader import Checkpoint
@@ -19,10 +20,15 @@ from deepdraft.kv.snapshot import fingerprint
 from deepdraft.models import model_class
 from deepdraft.proof.tiny_families import tiny_config, tiny_tensors
 from deepdraft.proof.tiny_write import write_directory, write_tiny
-from deepdraft.types import GenerateRequest, SamplingParams, SpeculationParams
+from tests.families.drafting import (
+    SMALL_V4,
+    check_drafted_is_plain,
+    following,
+    stats_of_trained,
+    text,
+    train,
+)
 from tests.families.naive_v4 import NaiveV4
-from tests.families.test_lookup import run
-from tests.families.test_mtp import text
 
 
 @pytest.fixture(scope="module")
@@ -69,34 +75,8 @@ def test_drafts_are_the_naive_ones(v4: Checkpoint, cut: int, size: int) -> None:
 
 def test_drafted_is_plain(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(write_tiny(tmp_path / "m", "v4", mtp=True, storage="published"))
-    few = tuple((token, 60.0) for token in (5, 9, 17))
-    requests = [
-        GenerateRequest(
-            request_id=str(number),
-            prompt_ids=tuple(text(20 + 9 * number)),
-            max_new_tokens=24,
-            sampling=SamplingParams(temperature=heat, logit_bias=few, seed=3, logprobs=0),
-            speculation=SpeculationParams(num_drafts=number or None),
-            reuse=False,
-        )
-        for number, heat in enumerate((0.0, 0.9, 0.9))
-    ]
     for numerics in ("exact", "quant"):
-        found = []
-        for drafter in (False, True):
-            runner = Runner.from_checkpoint(
-                checkpoint,
-                None,
-                numerics=numerics,
-                max_context=128,
-                num_sequences=3,
-                drafter=drafter,
-            )
-            assert runner.block_size == (4 if drafter else 0)
-            answers, stats = run(runner, requests)
-            found.append(answers)
-            assert (stats["spec_drafts"] > 0) == drafter and runner.num_free == 3
-        assert found[0] == found[1]
+        check_drafted_is_plain(checkpoint, block_size=4, tokens=24, numerics=numerics)
 
 
 def test_parked_cloned_and_undone_sequences_draft_on(runner: Runner) -> None:
@@ -181,55 +161,26 @@ def test_wrong_sizes(changes: dict[str, Any], says: str) -> None:
 
 def test_a_trained_drafter_drafts_far_above_chance(tmp_path: Path) -> None:
     """Trained with the naive forward on texts in which each token follows from the one before."""
-    config = tiny_config("v4", mtp=True) | {
-        "vocab_size": 16,
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "head_dim": 32,
-        "compress_ratios": [0],
-        "num_hash_layers": 0,
-        "n_routed_experts": 3,
+    drafter = {
         "num_nextn_predict_layers": 1,
         "dspark_target_layer_ids": [0],
         "dspark_noise_token_id": 15,
         "dspark_block_size": 3,
-        "hc_mult": 2,
-        "hc_sinkhorn_iters": 3,
     }
+    config = tiny_config("v4", mtp=True) | SMALL_V4 | drafter
     args: Any = parse_model_args(config)
     w = {name: t.clone().requires_grad_() for name, t in tiny_tensors(config, 1).items()}
-    naive, optimiser = NaiveV4(args, w), torch.optim.Adam(w.values(), lr=1e-2)
-    generator = torch.Generator().manual_seed(0)
+    naive, generator = NaiveV4(args, w), torch.Generator().manual_seed(0)
 
-    def sample(count: int) -> list[int]:
-        ids = torch.randint(3, 14, (1,), generator=generator).tolist()
-        while len(ids) < count:
-            ids.append(3 + (4 * ids[-1] + 1) % 11)
-        return ids
-
-    entropy = torch.nn.functional.cross_entropy
-    for _ in range(50):
-        ids = sample(13)
-        loss = entropy(naive.logits(ids[:-1]), torch.tensor(ids[1:]))
+    def loss() -> torch.Tensor:
+        ids = following(13, generator)
+        own = entropy(naive.logits(ids[:-1]), torch.tensor(ids[1:]))
         base, h = naive.block_logits(ids[:9], ids[9], 3)
         logits, _ = naive.refined(base, h, ids[9:12])
-        loss = loss + entropy(logits, torch.tensor(ids[10:13]))
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-    write_directory(tmp_path / "m", config, {name: t.detach() for name, t in w.items()})
-    runner = Runner.from_checkpoint(
-        Checkpoint.open(tmp_path / "m"), None, max_context=128, drafter=True
-    )
-    request = GenerateRequest(
-        request_id="a",
-        prompt_ids=tuple(sample(12)),
-        max_new_tokens=60,
-        sampling=SamplingParams(temperature=0.0),
-        reuse=False,
-    )
-    _, stats = run(runner, [request])
+        return own + entropy(logits, torch.tensor(ids[10:13]))
+
+    train(w, loss, steps=50, lr=1e-2)
+    stats = stats_of_trained(tmp_path / "m", config, w, following(12, generator), tokens=60)
     accepted = sum(k * stats.get(f"spec_accepted_{k}", 0) for k in range(1, 4))
     share = accepted / stats["spec_verified"]
     assert share > 0.4, f"{share=}, chance is 1/16"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy as entropy
 
 from deepdraft.arch import DeepseekV3Args
 from deepdraft.checkpoint.families import parse_model_args
@@ -18,9 +19,14 @@ from deepdraft.models import model_class
 from deepdraft.models.mtp import BLOCK
 from deepdraft.ops.rope import frequencies
 from deepdraft.proof.tiny_families import tiny_config, tiny_tensors
-from deepdraft.proof.tiny_write import write_directory, write_tiny
-from deepdraft.types import GenerateRequest, SamplingParams, SpeculationParams
-from tests.families.test_lookup import run
+from deepdraft.proof.tiny_write import write_tiny
+from tests.families.drafting import (
+    check_drafted_is_plain,
+    check_refined,
+    stats_of_trained,
+    text,
+    train,
+)
 
 Weights = dict[str, Tensor]
 
@@ -130,10 +136,6 @@ def v3(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint.open(write_tiny(tmp_path_factory.mktemp("mtp") / "m", "v3", mtp=True))
 
 
-def text(count: int) -> list[int]:
-    return [(i * i * 7 + i * 31) % 500 + 3 for i in range(count)]
-
-
 def double(checkpoint: Checkpoint) -> tuple[Any, Weights]:
     model = model_class(checkpoint.args)(
         checkpoint.args, checkpoint, dtype=torch.float64, drafter=True
@@ -166,39 +168,13 @@ def test_drafts_are_the_naive_ones(v3: Checkpoint, cut: int) -> None:
         model.drafter.feed_all([(sequence, out.taps[: len(part)], first)])
     expected = naive_drafts(ids, drafts, w, v3.args)
     starts = model.drafter.start([(sequence, ids[29]), (other, 5)], BLOCK)
-    for i, before in enumerate([ids[29], *drafts]):
-        found = model.drafter.refine(starts, i, [before, 11 + i])
-        error = (found.logits[0] - expected[i]).abs().max() / expected[i].abs().max()
-        assert float(error) < 1e-10
-        best = float(expected[i].softmax(-1).max())
-        assert float(found.raw[0].sigmoid()) == pytest.approx(best, abs=1e-6)
+    check_refined(model.drafter, starts, ids[29], drafts, expected)
 
 
 @pytest.mark.parametrize("kind", ["v3", "v32"])
 def test_drafted_is_plain(kind: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(write_tiny(tmp_path / "m", kind, mtp=True, storage="published"))
-    few = tuple((token, 60.0) for token in (5, 9, 17))
-    requests = [
-        GenerateRequest(
-            request_id=str(number),
-            prompt_ids=tuple(text(20 + 9 * number)),
-            max_new_tokens=30,
-            sampling=SamplingParams(temperature=heat, logit_bias=few, seed=3, logprobs=0),
-            speculation=SpeculationParams(num_drafts=number or None),
-            reuse=False,
-        )
-        for number, heat in enumerate((0.0, 0.9, 0.9))
-    ]
-    found = []
-    for drafter in (False, True):
-        runner = Runner.from_checkpoint(
-            checkpoint, None, max_context=128, num_sequences=3, drafter=drafter
-        )
-        assert runner.block_size == (BLOCK if drafter else 0)
-        answers, stats = run(runner, requests)
-        found.append(answers)
-        assert (stats["spec_drafts"] > 0) == drafter and runner.num_free == 3
-    assert found[0] == found[1]
+    check_drafted_is_plain(checkpoint, block_size=BLOCK, tokens=30)
 
 
 def test_parked_and_undone_sequences_draft_on(v3: Checkpoint) -> None:
@@ -241,7 +217,6 @@ def test_a_trained_layer_drafts_far_above_chance(tmp_path: Path) -> None:
     }
     args: Any = parse_model_args(config)
     w = {name: t.clone().requires_grad_() for name, t in tiny_tensors(config, 1).items()}
-    optimiser = torch.optim.Adam(w.values(), lr=5e-3)
     generator = torch.Generator().manual_seed(0)
 
     def sample(count: int) -> Tensor:
@@ -250,26 +225,15 @@ def test_a_trained_layer_drafts_far_above_chance(tmp_path: Path) -> None:
             ids.append(3 + (ids[-1] + 2 * ids[-2]) % 29)
         return torch.tensor(ids)
 
-    for _ in range(150):
+    def loss() -> Tensor:
         ids = sample(40)
         h = hidden_states(ids, w, args)
-        loss = torch.nn.functional.cross_entropy(h[:-1] @ w["lm_head.weight"].T, ids[1:])
+        own = entropy(h[:-1] @ w["lm_head.weight"].T, ids[1:])
         out = next_layer(ids[1:-1], h[:-2], w, args)
-        loss = loss + torch.nn.functional.cross_entropy(drafted_logits(out, w, args), ids[2:])
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-    write_directory(tmp_path / "m", config, {name: t.detach() for name, t in w.items()})
-    runner = Runner.from_checkpoint(
-        Checkpoint.open(tmp_path / "m"), None, max_context=128, num_drafts=1, drafter=True
-    )
-    request = GenerateRequest(
-        request_id="a",
-        prompt_ids=tuple(sample(12).tolist()),
-        max_new_tokens=80,
-        sampling=SamplingParams(temperature=0.0),
-        reuse=False,
-    )
-    _, stats = run(runner, [request])
+        return own + entropy(drafted_logits(out, w, args), ids[2:])
+
+    train(w, loss, steps=150, lr=5e-3)
+    prompt = sample(12).tolist()
+    stats = stats_of_trained(tmp_path / "m", config, w, prompt, tokens=80, num_drafts=1)
     share = stats["spec_accepted_1"] / stats["spec_verified"]
     assert share > 0.6, f"{share=}, chance is 1/32"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy as entropy
 
 from deepdraft.checkpoint.families import parse_model_args
 from deepdraft.checkpoint.reader import Checkpoint
@@ -21,11 +22,17 @@ from deepdraft.models import model_class
 from deepdraft.models.mtp import BLOCK
 from deepdraft.proof.tiny_families import tiny_config, tiny_tensors
 from deepdraft.proof.tiny_write import write_directory, write_tiny
-from deepdraft.types import GenerateRequest, SamplingParams, SpeculationParams
+from tests.families.drafting import (
+    SMALL_V4,
+    check_drafted_is_plain,
+    check_refined,
+    following,
+    stats_of_trained,
+    text,
+    train,
+)
 from tests.families.naive_v4 import NaiveV4
 from tests.families.test_dspark_v4 import naive_of
-from tests.families.test_lookup import run
-from tests.families.test_mtp import text
 
 CONFIG = tiny_config("v4", mtp="next")
 
@@ -57,39 +64,13 @@ def test_drafts_are_the_naive_ones(v4: Checkpoint, cut: int) -> None:
         model.drafter.feed_all([(sequence, out.taps[: len(part)], first)])
     expected = naive_of(v4).next_drafts(ids, drafts)
     starts = model.drafter.start([(sequence, ids[59]), (other, 5)], BLOCK)
-    for i, before in enumerate([ids[59], *drafts]):
-        found = model.drafter.refine(starts, i, [before, 11 + i])
-        error = (found.logits[0] - expected[i]).abs().max() / expected[i].abs().max()
-        assert float(error) < 1e-10
-        best = float(expected[i].softmax(-1).max())
-        assert float(found.raw[0].sigmoid()) == pytest.approx(best, abs=1e-6)
+    check_refined(model.drafter, starts, ids[59], drafts, expected)
 
 
 @pytest.mark.parametrize("numerics", ["exact", "quant"])
 def test_drafted_is_plain(numerics: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(write_tiny(tmp_path / "m", "v4", mtp="next", storage="published"))
-    few = tuple((token, 60.0) for token in (5, 9, 17))
-    requests = [
-        GenerateRequest(
-            request_id=str(number),
-            prompt_ids=tuple(text(20 + 9 * number)),
-            max_new_tokens=16,
-            sampling=SamplingParams(temperature=heat, logit_bias=few, seed=3, logprobs=0),
-            speculation=SpeculationParams(num_drafts=number or None),
-            reuse=False,
-        )
-        for number, heat in enumerate((0.0, 0.9, 0.9))
-    ]
-    found = []
-    for drafter in (False, True):
-        runner = Runner.from_checkpoint(
-            checkpoint, None, numerics=numerics, max_context=128, num_sequences=3, drafter=drafter
-        )
-        assert runner.block_size == (BLOCK if drafter else 0)
-        answers, stats = run(runner, requests)
-        found.append(answers)
-        assert (stats["spec_drafts"] > 0) == drafter and runner.num_free == 3
-    assert found[0] == found[1]
+    check_drafted_is_plain(checkpoint, block_size=BLOCK, tokens=16, numerics=numerics)
 
 
 def test_parked_and_undone_sequences_draft_on(runner: Runner) -> None:
@@ -174,52 +155,22 @@ def test_the_layer_is_accounted_for(tmp_path: Path) -> None:
 
 
 def test_a_trained_layer_drafts_far_above_chance(tmp_path: Path) -> None:
-    """Trained with the naive forward on texts in which each token follows from the last two."""
-    config = CONFIG | {
-        "vocab_size": 16,
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "head_dim": 32,
-        "compress_ratios": [0],
-        "num_hash_layers": 0,
-        "n_routed_experts": 3,
-        "hc_mult": 2,
-        "hc_sinkhorn_iters": 3,
-    }
+    """Trained with the naive forward on texts in which each token follows from the one before."""
+    config = CONFIG | SMALL_V4
     args: Any = parse_model_args(config)
     w = {name: t.clone().requires_grad_() for name, t in tiny_tensors(config, 1).items()}
-    naive, optimiser = NaiveV4(args, w), torch.optim.Adam(w.values(), lr=1e-2)
-    generator = torch.Generator().manual_seed(0)
+    naive, generator = NaiveV4(args, w), torch.Generator().manual_seed(0)
 
-    def sample(count: int) -> list[int]:
-        ids = torch.randint(3, 14, (1,), generator=generator).tolist()
-        while len(ids) < count:
-            ids.append(3 + (4 * ids[-1] + 1) % 11)
-        return ids
-
-    entropy = torch.nn.functional.cross_entropy
-    for _ in range(40):
-        ids = sample(10)
+    def loss() -> Tensor:
+        ids = following(10, generator)
         streams = naive.streams(ids[:-1])[-1]
         h = naive.norm(naive.head_mix(streams, "hc_head_"), w["norm.weight"])
-        loss = entropy(h @ w["head.weight"].T, torch.tensor(ids[1:]))
+        own = entropy(h @ w["head.weight"].T, torch.tensor(ids[1:]))
         out = naive.predicted(ids[1:-1], streams[:-1])
-        loss = loss + entropy(naive.predicted_logits(out), torch.tensor(ids[2:]))
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-    write_directory(tmp_path / "m", config, {name: t.detach() for name, t in w.items()})
-    runner = Runner.from_checkpoint(
-        Checkpoint.open(tmp_path / "m"), None, max_context=128, num_drafts=1, drafter=True
-    )
-    request = GenerateRequest(
-        request_id="a",
-        prompt_ids=tuple(sample(12)),
-        max_new_tokens=60,
-        sampling=SamplingParams(temperature=0.0),
-        reuse=False,
-    )
-    _, stats = run(runner, [request])
+        return own + entropy(naive.predicted_logits(out), torch.tensor(ids[2:]))
+
+    train(w, loss, steps=40, lr=1e-2)
+    prompt = following(12, generator)
+    stats = stats_of_trained(tmp_path / "m", config, w, prompt, tokens=60, num_drafts=1)
     share = stats["spec_accepted_1"] / stats["spec_verified"]
     assert share > 0.6, f"{share=}, chance is 1/16"
