@@ -113,11 +113,10 @@ def test_hits_of_a_peer_say_so(join: MakeFleet, model: DeepseekV41) -> None:
 
 
 def test_one_id_finds_a_fetch_in_both_logs(
-    join: MakeFleet, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    join: MakeFleet, caplog: pytest.LogCaptureFixture
 ) -> None:
     a, b = Server(join, "a"), Server(join, "b")
     a.turn(text(1, 40))
-    monkeypatch.setattr(logging.getLogger("deepdraft"), "propagate", True)
     caplog.set_level(logging.INFO, "deepdraft")
     for trace, result in (("4bf92f35", "opened"), ("0ff", "stale")):
         b.fleet.prepare(KEY, [*text(1, 60), 1], trace)
@@ -125,8 +124,7 @@ def test_one_id_finds_a_fetch_in_both_logs(
         seen = [(line["event"], line["fields"]) for line in lines if "event" in line]
         reads = [f for event, f in seen if event == "kv_read" and f["trace"] == trace]
         fetches = [f for event, f in seen if event == "kv_fetch" and f["trace"] == trace]
-        # A slow machine may have the fetch ask once more, under the same id.
-        assert {f["result"] for f in reads} == {result}
+        assert [f["result"] for f in reads] == [result]
         assert [f["outcome"] for f in fetches] == ["hit" if result == "opened" else result]
         a.fleet.exporter.disown(KEY)
         a.fleet.exporter.own(KEY, Record("another", 99, a.fleet.owner), a.kept.entries[0].id)
