@@ -253,7 +253,7 @@ class Kernels:
             )
             for p in [
                 dataclasses.replace(self.plans.streams, **change)
-                for change in ({}, {"rows": 32}, {"warps": 8}, {"rows": 32, "stages": 3})
+                for change in ({}, {"warps": 8}, {"part": 2048}, {"stages": 4}, {"channels": 512})
             ][:MOST]
         }  # fmt: skip
         return self.times(runs, 0.0, 2.0 * rows * d * (2 * s + k + 4))

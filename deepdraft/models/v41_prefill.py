@@ -119,6 +119,7 @@ class DevicePrefill:
         start = known if state.replay_from is None else state.replay_from
         text = [*state.token_ids, *ids]
         source, end = self.args.decoder_start, start
+        self._tell_before(state, start)
         for at in range(start, len(text), self.chunk):
             end = min(at + self.chunk, len(text))
             chunk = make_chunk(
@@ -141,6 +142,15 @@ class DevicePrefill:
             # Stopped while the windows were being replayed: the next call does it again.
             state.tail = None
         return max(0, end - known)
+
+    def _tell_before(self, state: SequenceState, start: int) -> None:
+        """Tokens before `start` that the n-gram hash looks back to. The device has not seen those
+        of a sequence that was copied, or brought, to this slot."""
+        if not self.args.engram_layer_ids or not start:
+            return
+        begin = max(0, start - self.args.engram_max_ngram_size + 1)
+        ids = torch.tensor(state.token_ids[begin:start], dtype=torch.int32)
+        self.layers.caches.tokens[state.slot, begin:start].copy_(ids)
 
     def replay(self, state: SequenceState, *, all_rows: bool) -> tuple[Tensor, Tensor | None, int]:
         """Decoder layers on the tokens they have not seen, at most the last window of them.

@@ -78,7 +78,8 @@ def workspace_bytes(args: V41Args, rows: int) -> int:
     attention = entered + raw + latents + 2 * (heads + index) + 2 * index + 2 * heads
     output = entered + raw + 2 * (heads + index) + 2 * heads + 2 * grouped + 2 * d
     experts = entered + 4 * args.n_routed_experts + 2 * k * (f + d) + 7 * f + 2 * d + 40 * k
-    between = 2 * streams + entered + 2 * k * d + 2 * d
+    sums = 4 * (mix + 1) * -(-streams // 1024)  # of the next coefficients, by part
+    between = 2 * streams + entered + 2 * k * d + 2 * d + sums
     row = fixed + max(attention, output, experts, between, engram)
     tail = args.sliding_window * (2 * streams + 4 * args.hc_mult)
     unpacked = 2 * plain_values(args, EXPERTS_AT_ONCE) if rows >= PLAIN_ROWS else 0

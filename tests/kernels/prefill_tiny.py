@@ -28,7 +28,7 @@ PLANS = Plans(
     ExpertPlan(wide=32, tall=16, groups=2, warps=4, stages=1),
     IndexPlan(rows=2, entries=16, turns=1, held=32),
     AttentionPlan(heads=16, warps=4, stages=1),
-    StreamPlan(rows=16, channels=64, warps=4, stages=1),
+    StreamPlan(channels=64, rows=16, part=128, deep=32, stages=1),
     PlainPlan(tall=16, wide=64, deep=64, warps=4, stages=1, band=2, programs=3),
     experts_at_once=3,
 )

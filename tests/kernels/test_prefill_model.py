@@ -204,6 +204,28 @@ def test_stopped_and_resumed():
     assert torch.equal(replay(prefill, stopped), replay(prefill, whole))
 
 
+def test_a_copied_sequence_has_the_tokens_that_its_hash_looks_back_to(monkeypatch):
+    """Its slot on the device has seen other ones, or none."""
+    text, found = tiny.text(30, seed=8), []
+    pool, prefill = tiny.make(16)
+    start = prefill.layers.start
+
+    def stop(chunk):
+        found.append(start(chunk)[1][:, : chunk.count].clone())
+        raise InterruptedError
+
+    monkeypatch.setattr(prefill.layers, "start", stop)
+    for known in (text, tiny.text(30, seed=9)):
+        state = pool.open()
+        pool.caches.tokens[state.slot, :30] = torch.tensor(known, dtype=torch.int32)
+        state.token_ids[:] = text[:24]
+        state.keep_global(24)
+        assert state.replay_from == 16
+        with pytest.raises(InterruptedError):
+            encode(prefill, state, text[24:])
+    assert torch.equal(*found)
+
+
 @pytest.mark.full
 def test_a_prefix_is_resumed_from_its_global_entries():
     """As the reference: the last window runs again and writes no entry of the prefix."""

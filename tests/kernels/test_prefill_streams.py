@@ -9,7 +9,7 @@ from deepdraft.ops import gemm
 from tests.kernels.cases import grid, poisoned, rows_of
 from tests.kernels.interpreter import DEVICE
 
-SMALL = StreamPlan(rows=16, channels=32, warps=4, stages=1)
+SMALL = StreamPlan(channels=64, rows=16, part=128, deep=64, stages=1)
 # (rows, streams, hidden, picks)
 SHAPES = grid([(5, 2, 64, 0), (19, 4, 96, 3)], [(40, 4, 5120, 0), (33, 4, 5120, 6)])
 EPS, NORM_EPS, ITERS = 1e-6, 1e-20, 4
