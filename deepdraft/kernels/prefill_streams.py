@@ -96,7 +96,7 @@ def cross_kernel(
     for start in range(0, D, N):
         d = start + tl.arange(0, N)
         here = d < D
-        h = tl.zeros((N,), tl.float32)
+        h, y = tl.zeros((N,), tl.float32), tl.zeros((N,), tl.float32)
         if EXPAND:
             y = sublayer_output(y_ptr, shared_ptr, row, d, here, D, K)
         for to in tl.static_range(S):
@@ -211,7 +211,7 @@ def _coefficients(
     device = check(x, mix.parts, mix.base, mix.scale)
     rows, streams, hidden = x.shape
     width, m = streams * hidden, mix.parts.shape[1]
-    parts = triton.cdiv(width, plan.part)
+    parts = -(-width // plan.part)
     sums = torch.empty(parts, rows, m, dtype=torch.float32, device=device)
     squares = torch.empty(parts, rows, dtype=torch.float32, device=device)
     coef = torch.empty(rows, m, dtype=torch.float32, device=device)
