@@ -25,7 +25,7 @@ from deepdraft import __version__
 from deepdraft.errors import DeepdraftError, Overloaded, RequestError
 from deepdraft.server import schema
 from deepdraft.server.auth import KeyGate, named_keys, tenant
-from deepdraft.server.connections import LEAST_BYTES_PER_S
+from deepdraft.server.connections import DIRECT_SEND, LEAST_BYTES_PER_S
 from deepdraft.server.dialect_routes import dialect_routes
 from deepdraft.server.identify import given_id, request_id
 from deepdraft.server.metrics import metrics_text, process_text
@@ -175,7 +175,7 @@ def create_app(service: Service, traces: "Traces | None" = None) -> ASGIApp:
 
 
 class Counted:
-    """Counts answers by their status."""
+    """Counts answers by their status, and leaves the server's own `send` in the scope."""
 
     def __init__(self, app: ASGIApp, counters: Counters) -> None:
         self._app, self._counters = app, counters
@@ -183,12 +183,12 @@ class Counted:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
 
-        # Not a coroutine of its own: it is called for every token.
-        def counted(message: Message) -> Awaitable[None]:
+        async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._counters.add(f"http_{message['status']}")
-            return send(message)
+            await send(message)
 
+        scope[DIRECT_SEND] = send
         await self._app(scope, receive, counted)
 
 

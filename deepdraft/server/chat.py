@@ -286,9 +286,15 @@ class ChatChoice(Choice):
         return parts
 
     def _read(self, event: TokenEvent) -> list[Delta]:
-        deltas: list[Delta] = []
         self.parts = []
         watched = event.step is not None
+        if not (watched or self._stops or self._with_logprobs):
+            ids = event.token_ids
+            self.num_tokens += len(ids)
+            if not self._hidden_ids.isdisjoint(ids):
+                ids = tuple(i for i in ids if i not in self._hidden_ids)
+            return self._parser.push(ids)
+        deltas: list[Delta] = []
         for i, token_id in enumerate(event.token_ids):
             self.num_tokens += 1
             if token_id in self._hidden_ids:
@@ -335,12 +341,12 @@ class ChatChoice(Choice):
 
     def _show(self, delta: Delta) -> list[Json]:
         """Keeps a delta for `whole` and returns its stream object."""
-        if isinstance(delta, ReasoningDelta):
-            self._reasoning.append(delta.text)
-            return [self._part(_texts(True, delta.text))]
         if isinstance(delta, ContentDelta):
             self._content.append(delta.text)
             return [self._part(_texts(False, delta.text))]
+        if isinstance(delta, ReasoningDelta):
+            self._reasoning.append(delta.text)
+            return [self._part(_texts(True, delta.text))]
         if delta.index == len(self._calls):
             function = {"name": delta.name or "", "arguments": delta.arguments}
             call_id = f"call_{delta.index:02d}_{secrets.token_urlsafe(18)}"

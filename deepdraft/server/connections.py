@@ -23,6 +23,9 @@ from deepdraft.errors import RequestError
 from deepdraft.server.wire_errors import error_body
 from deepdraft.telemetry import Counters, logger
 
+DIRECT_SEND = "deepdraft.send"
+"""Key of an ASGI scope with the server's own `send`. Layers around the application look only at
+how an answer begins, and each would cost a stream as much a token as writing it does."""
 KEEP_ALIVE_S = 20
 """An idle connection is closed after so many seconds: later than clients drop it themselves (httpx
 after 5 s, aiohttp after 15), so that none sends a request into a connection that is closing."""

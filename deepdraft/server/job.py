@@ -126,7 +126,11 @@ class Job(ABC):
     @property
     def finished(self) -> bool:
         """Every choice has ended."""
-        return all(c.finish_reason is not None for c in self.choices)
+        # Asked for every token: no generator for that.
+        for choice in self.choices:
+            if choice.finish_reason is None:
+                return False
+        return True
 
     def push(self, event: TokenEvent) -> list[Json]:
         """Takes an engine event; returns stream chunks.
@@ -138,16 +142,8 @@ class Job(ABC):
         choice = self._by_request[event.request_id]
         if choice.finish_reason is not None or event.progress is not None:
             return []
-        if event.finish_reason == "error":
-            message = event.error or "the engine failed"
-            raise RequestError(message) if event.at_fault else EngineError(message)
-        if event.finish_reason == "abort":
-            raise Overloaded("the server is shutting down; the answer was cut off")
-        if event.finish_reason == "timeout":
-            raise Expired(
-                "the time that this request may take is over; ask for less, or try again when the "
-                "server is less busy"
-            )
+        if event.finish_reason is not None:
+            _check_end(event)
         choice.cached = event.cached or choice.cached
         choice.stats = event.stats or choice.stats
         parts = choice.push(event)
@@ -239,6 +235,20 @@ class Job(ABC):
         if self.include_usage:
             chunk["usage"] = None
         return chunk
+
+
+def _check_end(event: TokenEvent) -> None:
+    """Raises for the last event of an answer that did not end by itself."""
+    if event.finish_reason == "error":
+        message = event.error or "the engine failed"
+        raise RequestError(message) if event.at_fault else EngineError(message)
+    if event.finish_reason == "abort":
+        raise Overloaded("the server is shutting down; the answer was cut off")
+    if event.finish_reason == "timeout":
+        raise Expired(
+            "the time that this request may take is over; ask for less, or try again when the "
+            "server is less busy"
+        )
 
 
 def spec_record(stats: DecodeStats) -> Json:

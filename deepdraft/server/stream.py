@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from deepdraft.errors import DeepdraftError
+from deepdraft.server.connections import DIRECT_SEND
 from deepdraft.server.job import Job, Json
 from deepdraft.server.wire_errors import STOPS, error_body
 from deepdraft.telemetry import logger
@@ -110,7 +111,7 @@ async def frames(
             finally:
                 # What came before a fault is sent before the fault.
                 if ready:
-                    yield b"".join(ready)
+                    yield ready[0] if len(ready) == 1 else b"".join(ready)
         last = job.last_chunk()
         if last is not None:
             yield wire.frame(last)
@@ -165,7 +166,7 @@ class StreamResponse(Response):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sender = asyncio.ensure_future(self._send(send))
+        sender = asyncio.ensure_future(self._send(send, scope.get(DIRECT_SEND, send)))
         try:
             await until_disconnect(receive, sender)
         finally:
@@ -176,7 +177,7 @@ class StreamResponse(Response):
             await asyncio.gather(sender, return_exceptions=True)
             await self.body_iterator.aclose()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, direct: Send) -> None:
         await send(
             {
                 "type": "http.response.start",
@@ -185,8 +186,8 @@ class StreamResponse(Response):
             }
         )
         async for frame in self.body_iterator:
-            await send({"type": "http.response.body", "body": frame, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await direct({"type": "http.response.body", "body": frame, "more_body": True})
+        await direct({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def until_disconnect(receive: Receive, work: "asyncio.Future[Any]") -> bool:

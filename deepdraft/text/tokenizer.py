@@ -55,6 +55,7 @@ class Tokenizer:
         self._strings: list[str | None] = [None] * self.vocab_size
         for string, token_id in self._ids.items():
             self._strings[token_id] = string
+        self._whole: dict[int, str | None] = {}
         self._check_plain_encoder(where)
 
     @classmethod
@@ -123,6 +124,20 @@ class Tokenizer:
         """
         return self._bytes[token_id] if 0 <= token_id < self.vocab_size else b""
 
+    def whole_text(self, token_id: int) -> str | None:
+        """The text of a token that holds whole characters only; None for one that does not."""
+        try:
+            return self._whole[token_id]
+        except KeyError:
+            pass
+        try:
+            text = self.token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            text = None
+        if 0 <= token_id < self.vocab_size:
+            self._whole[token_id] = text
+        return text
+
     def token_string(self, token_id: int) -> str | None:
         """The token's string in the vocabulary file (byte-level alphabet), or None."""
         return self._strings[token_id] if 0 <= token_id < self.vocab_size else None
@@ -167,10 +182,16 @@ class IncrementalDecoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        assert isinstance(decoder, codecs.BufferedIncrementalDecoder)
+        self._utf8 = decoder
 
     def push(self, token_id: int) -> str:
         """Text that became complete with this token, maybe empty."""
+        if not self._utf8.buffer:
+            text = self._tokenizer.whole_text(token_id)
+            if text is not None:
+                return text
         return self._utf8.decode(self._tokenizer.token_bytes(token_id))
 
     def flush(self) -> str:
