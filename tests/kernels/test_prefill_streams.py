@@ -91,18 +91,18 @@ def test_streams_that_stay():
 
 
 def test_bits_do_not_depend_on_other_rows():
-    case = Case((35, 4, 96, 3))
+    case = Case((19, 4, 96, 3))
     full = case.run()
 
     def same(got, at):
         for name in ("x", "u", "quantised", "coef"):
             assert torch.equal(getattr(got, name), getattr(full, name)[at]), name
 
-    for at in ([0], [34, 3, 20]):
+    for at in ([0], [18, 3]):
         same(case.run(at), at)
-    case.x = poisoned(case.x, 33)
+    case.x = poisoned(case.x, 17)
     got = case.run()
-    assert torch.equal(got.u[33], full.u[33]) and torch.equal(got.coef[33], full.coef[33])
+    assert torch.equal(got.u[17], full.u[17]) and torch.equal(got.coef[17], full.coef[17])
 
 
 def test_wrong_operands_are_refused():
