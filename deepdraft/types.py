@@ -89,6 +89,10 @@ class GenerateRequest:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_new_tokens: int = 256
+    """Tokens of the whole answer, `generated_ids` included."""
+    generated_ids: tuple[int, ...] = ()
+    """Tokens of the answer that stand already and are not reported again: positions, noise,
+    penalties and grammar go on behind them, so the answer is the one that began elsewhere."""
     stop_token_ids: frozenset[int] = frozenset()
     """Ids that end the answer; the id itself is reported as the last token."""
     speculation: SpeculationParams = field(default_factory=SpeculationParams)

@@ -170,6 +170,7 @@ class Engine:
         with self._wake:
             one = self._scheduler
             now = {"waiting": one.num_waiting, "running": one.num_running, "parked": one.num_parked}
+            now["to_read"] = one.num_to_read
         stored = {} if self.reuse is None else self.reuse.stats()
         return {**now, **self.counters.snapshot(), **stored}
 
@@ -290,8 +291,7 @@ class Engine:
             request.handle = self.runner.open_sequence()
             if not request.opened:
                 request.opened = self._clock()
-                if request.source.grammar is not None:
-                    request.matcher = request.source.grammar.matcher()
+                request.take_grammar()
                 self.speculator.settle(request)
             if self.reuse is not None:
                 self.reuse.begin(request)

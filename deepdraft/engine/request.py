@@ -127,6 +127,24 @@ class Request:
     cancelled: bool = False
     finished: FinishReason | None = None
 
+    def __post_init__(self) -> None:
+        if self.source.generated_ids:
+            self.output_ids = list(self.source.generated_ids)
+            self.output_counts.update(self.output_ids)
+            self.begin_again()
+
+    def take_grammar(self) -> None:
+        """Makes the matcher, if the answer has a grammar, and leads it to where the answer stands.
+
+        Raises RequestError for an answer begun elsewhere that the grammar forbids.
+        """
+        if self.source.grammar is None:
+            return
+        self.matcher = self.source.grammar.matcher()
+        for i, token_id in enumerate(self.source.generated_ids):
+            if not self.matcher.advance(token_id):
+                raise RequestError(f"token {i} of the answer to go on with breaks its grammar")
+
     @property
     def request_id(self) -> str:
         """The id under which events are reported."""
@@ -212,7 +230,8 @@ def check_request(request: GenerateRequest, vocab_size: int, max_tokens: int) ->
     num_prompt = len(request.prompt_ids)
     if num_prompt == 0:
         raise RequestError("the prompt is empty; send at least one token", param="prompt")
-    for token_id in (*request.prompt_ids, *(i for i, _ in request.sampling.logit_bias)):
+    biased = (i for i, _ in request.sampling.logit_bias)
+    for token_id in (*request.prompt_ids, *request.generated_ids, *biased):
         if not 0 <= token_id < vocab_size:
             raise RequestError(
                 f"token id {token_id} is outside this model's vocabulary [0, {vocab_size})"
@@ -226,6 +245,10 @@ def check_request(request: GenerateRequest, vocab_size: int, max_tokens: int) ->
         raise RequestError(
             f"max_tokens must be at least 1, got {request.max_new_tokens}", param="max_tokens"
         )
+    if len(request.generated_ids) >= request.max_new_tokens or not (
+        request.stop_token_ids.isdisjoint(request.generated_ids)
+    ):
+        raise RequestError("the answer to go on with has ended already")
     if num_prompt + request.max_new_tokens > max_tokens:
         raise PromptTooLong(
             f"this model's context is {max_tokens} tokens; the prompt has {num_prompt} and "

@@ -159,7 +159,8 @@ class Reuse:
         """Fills the request's empty sequence with what is stored of its prompt."""
         if not request.source.reuse:
             return
-        prompt, state = request.source.prompt_ids, request.handle
+        # With what stands of the answer: a conversation that was stored in its middle holds it.
+        prompt, state = request.context(0, request.next_position), request.handle
         try:
             resumed = self.cache.resume(prompt, state)
             points = self.cache.points(prompt)
@@ -172,7 +173,7 @@ class Reuse:
         if resumed is not None:
             start = request.num_computed = resumed.num_tokens
             request.cached = CacheUse(
-                num_tokens=resumed.cached_tokens,
+                num_tokens=min(resumed.cached_tokens, request.num_prompt),
                 source=resumed.source,
                 provenance=resumed.provenance,
             )

@@ -104,6 +104,11 @@ class Scheduler:
         return sum(r.parked is not None for r in self._tenants)
 
     @property
+    def num_to_read(self) -> int:
+        """Tokens of prompts that are still to be read."""
+        return sum(map(_to_read, (*self._running, *self._tenants)))
+
+    @property
     def idle(self) -> bool:
         """Nothing waits and nothing runs."""
         return not self._running and next(iter(self._tenants), None) is None
