@@ -175,15 +175,17 @@ def _bench_prefill(
 
 
 class _Bench(click.Command):
-    """`bench serve` has flags of its own; every other measurement shares those of `bench`."""
+    """`bench serve` and `bench fleet` have flags of their own; the other measurements share those
+    of `bench`."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **x: Any
     ) -> click.Context:
-        if args[:1] == ["serve"]:
-            from deepdraft.cli.load import bench_serve
+        if args[:1] in (["serve"], ["fleet"]):
+            from deepdraft.cli import load
 
-            return bench_serve.make_context(f"{info_name} serve", args[1:], parent, **x)
+            command = load.bench_serve if args[0] == "serve" else load.bench_fleet
+            return command.make_context(f"{info_name} {args[0]}", args[1:], parent, **x)
         return super().make_context(info_name, args, parent, **x)
 
 
@@ -249,7 +251,8 @@ def bench(what: str, model: str | None, other: str | None, **options: Any) -> in
     plain text. step: one decode step on a GPU, random weights of the published sizes or of MODEL's
     config.json. prefill: chunks of a prompt at several contexts, and whole prompts, likewise. load:
     one rank's part of a converted checkpoint onto the device, against the same reads into scratch
-    buffers. serve: load on running servers; see `bench serve --help`.
+    buffers. serve, fleet: load on running servers, conversations on replicas; see `bench serve
+    --help` and `bench fleet --help`.
     """
     step = {name: options.pop(name) for name in ("layers", "expert_pool", "rows")}
     if what == "step":

@@ -47,6 +47,8 @@ class Ask:
     """user, assistant, user, ..."""
     max_tokens: int
     name: str = ""
+    session: str | None = None
+    """Sent as X-Session-ID."""
 
     def messages(self) -> list[dict[str, str]]:
         """As a chat."""
@@ -71,6 +73,12 @@ class Answer:
     chunks: int = 0
     tokens: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Of the prompt, not computed."""
+    cache_source: str | None = None
+    """Where they came from, as a deepdraft server says it: gpu, host, disk, peer."""
+    replica: str | None = None
+    """Which of a fleet answered, where it says so."""
     finish: str | None = None
     counted: bool = False
     """`tokens` is the server's count; else chunks were counted."""
@@ -151,9 +159,13 @@ class Target:
             with self._connected(limit_s, late) as connection:
                 connected = True
                 path, body = self._request(ask)
-                connection.request("POST", path, json.dumps(body), self._headers())
+                headers = self._headers()
+                if ask.session is not None:
+                    headers["x-session-id"] = ask.session
+                connection.request("POST", path, json.dumps(body), headers)
                 # A response that ends with its connection is not the connection's to close.
                 with connection.getresponse() as response:
+                    answer.replica = response.getheader("x-deepdraft-replica")
                     self._check_status(response)
                     self._read(response, answer, begin, ask.max_tokens, late)
         except _Fault as fault:
@@ -364,6 +376,12 @@ def _take_openai(chunk: dict[str, Any], answer: Answer) -> bool:
     if isinstance(usage, dict):
         answer.tokens = _count(usage, "completion_tokens")
         answer.prompt_tokens = _count(usage, "prompt_tokens")
+        details = usage.get("prompt_tokens_details")
+        if isinstance(details, dict):
+            answer.cached_tokens = _count(details, "cached_tokens")
+            answer.cache_source = (
+                str(details["cache_source"])[:20] if details.get("cache_source") else None
+            )
     if not isinstance(choices, list):
         raise _Fault("malformed", f"a chunk without choices: {json.dumps(chunk)[:200]}")
     held = False

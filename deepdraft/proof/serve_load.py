@@ -14,10 +14,19 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from deepdraft.errors import ConfigError
-from deepdraft.proof.serve_client import Answer, Ask, Target
+from deepdraft.proof.serve_client import Answer, Ask
+
+
+class Endpoint(Protocol):
+    """What a load is put on: a target, or several behind a choice."""
+
+    def ask(self, ask: Ask, *, deadline_s: float | None = None) -> Answer:
+        """The answer to one request, or its fault."""
+        ...
+
 
 MOST_UNDER_WAY = 512
 """Requests of an open load at a time; more are counted as faults of kind `limit`."""
@@ -53,7 +62,7 @@ class Done:
     """How long after it was due the client sent it."""
 
 
-def fixed(target: Target, asks: Sequence[Ask], streams: int) -> list[Done]:
+def fixed(target: Endpoint, asks: Sequence[Ask], streams: int) -> list[Done]:
     """Keeps `streams` requests under way until all are answered."""
     done: list[Done] = []
     work = iter(list(asks))
@@ -85,7 +94,7 @@ def arrivals(count: int, rate: float, seed: int) -> list[float]:
     return times
 
 
-def poisson(target: Target, asks: Sequence[Ask], rate: float, seed: int) -> list[Done]:
+def poisson(target: Endpoint, asks: Sequence[Ask], rate: float, seed: int) -> list[Done]:
     """Sends request i at the i-th arrival, however long the others take."""
     return _open(
         target,
@@ -97,12 +106,12 @@ def poisson(target: Target, asks: Sequence[Ask], rate: float, seed: int) -> list
     )
 
 
-def conversations(target: Target, trace: Sequence[Conversation]) -> list[Done]:
+def conversations(target: Endpoint, trace: Sequence[Conversation]) -> list[Done]:
     """Plays a trace: each conversation starts at its time, and waits for its own answers."""
     return _open(target, trace, [f"conversation {i + 1}" for i in range(len(trace))])
 
 
-def _open(target: Target, trace: Sequence[Conversation], names: Sequence[str]) -> list[Done]:
+def _open(target: Endpoint, trace: Sequence[Conversation], names: Sequence[str]) -> list[Done]:
     done: list[Done] = []
     lock = threading.Lock()
     free = threading.BoundedSemaphore(MOST_UNDER_WAY)
@@ -135,7 +144,7 @@ def _open(target: Target, trace: Sequence[Conversation], names: Sequence[str]) -
     return done
 
 
-def _talk(target: Target, conversation: Conversation, name: str, begin: float) -> Iterator[Done]:
+def _talk(target: Endpoint, conversation: Conversation, name: str, begin: float) -> Iterator[Done]:
     said: tuple[str, ...] = ()
     due = conversation.at_s
     for turn in conversation.turns:

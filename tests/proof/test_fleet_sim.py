@@ -1,0 +1,285 @@
+"""The simulated fleet against what can be reckoned by hand, against queueing theory, and its own
+laws on random fleets."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepdraft.errors import ConfigError
+from deepdraft.proof.fleet_costs import Costs, costs_of, read_costs
+from deepdraft.proof.fleet_figures import figures
+from deepdraft.proof.fleet_sim import (
+    ROUTINGS,
+    FleetShape,
+    SimConversation,
+    SimTurn,
+    Simulated,
+    simulate,
+)
+
+COSTS = Costs(
+    request_s=0.01,
+    prefill_s=((100, 0.1), (200, 0.3)),
+    decode_s=((1, 0.02), (3, 0.04)),
+    chunk=1000,
+    capacity=(1.0, 2.0, 3.0),
+)
+
+
+def chat(at_s: float, *turns: tuple[int, int], pause_s: float = 1.0) -> SimConversation:
+    return SimConversation(at_s, tuple(SimTurn(n, a, pause_s) for n, a in turns))
+
+
+def play(*trace: SimConversation, costs: Costs = COSTS, **shape: Any) -> Simulated:
+    return simulate(trace, costs, FleetShape(**shape))
+
+
+def test_one_request_alone() -> None:
+    out = play(chat(5.0, (100, 11)))
+    [turn] = out.turns
+    assert turn.first_s == pytest.approx(0.01 + 0.1)
+    assert turn.end_s == pytest.approx(0.11 + 10 * 0.02)  # the first token comes with the prompt
+    assert out.wall_s == pytest.approx(5.31)
+    assert (turn.prompt, turn.cached, turn.source, turn.tokens) == (100, 0, "none", 11)
+    assert out.busy_share == pytest.approx(0.31 / 5.31)
+
+
+def test_a_prompt_waits_for_the_round_under_way() -> None:
+    first, second = play(chat(0.0, (100, 11)), chat(0.125, (100, 1))).turns
+    assert first.prompt == 100 and second.tokens in (1, 11)
+    late = first if first.tokens == 1 else second
+    # Rounds end at 0.13; then its prompt and one token of the other.
+    assert late.first_s == pytest.approx(0.005 + 0.01 + 0.1 + 0.02)
+
+
+def test_rounds_of_many_streams() -> None:
+    out = play(*(chat(0.0, (100, 11)) for _ in range(3)), costs=replace(COSTS, max_running=3))
+    assert max(t.end_s for t in out.turns) < 3 * 0.31
+    assert COSTS.round_s(2) == pytest.approx(0.03) and COSTS.round_s(5) == pytest.approx(0.06)
+
+
+def test_a_long_prompt_is_read_in_parts_beside_a_stream() -> None:
+    costs = replace(COSTS, chunk=50, prefill_s=((1000, 1.0),), max_stall_s=0.02)
+    beside = play(chat(0.0, (10, 500)), chat(0.5, (1000, 1)), costs=costs).turns
+    alone = play(chat(0.5, (1000, 1)), costs=costs).turns
+    long = next(t for t in beside if t.prompt == 1000)
+    # 20 rows a part (0.02 s), each with a round of 0.02: twice the time.
+    assert long.first_s == pytest.approx(2 * alone[0].first_s, rel=0.05)
+    short = play(
+        chat(0.0, (10, 500)), chat(0.5, (1000, 1)), costs=replace(costs, part_s=0.01)
+    ).turns
+    assert next(t for t in short if t.prompt == 1000).first_s > 1.2 * long.first_s
+
+
+def test_short_prompts_overtake_a_long_one() -> None:
+    costs = replace(COSTS, chunk=100, prefill_s=((1000, 1.0),), request_s=0.0)
+    out = play(chat(0.0, (1000, 1)), chat(0.01, (30, 1)), costs=costs).turns
+    assert [t.prompt for t in out] == [30, 1000]
+    assert out[0].first_s < 0.25
+
+
+def test_a_later_turn_computes_what_is_new() -> None:
+    costs = replace(COSTS, gap_tokens=3, resume_s=0.005)
+    first, second = play(chat(0.0, (100, 11), (20, 1)), costs=costs).turns
+    assert (second.known, second.cached, second.prompt) == (111, 108, 131)
+    assert second.source == "host"
+    new = costs.prefill(131) - costs.prefill(108)
+    assert second.first_s == pytest.approx(0.01 + 0.005 + new)
+    assert first.end_s + 1.0 + second.end_s == pytest.approx(first.end_s + 1.0 + second.first_s)
+
+
+def test_a_turn_elsewhere_fetches_what_is_not_there() -> None:
+    costs = replace(
+        COSTS, kv_token_bytes=10.0, kv_base_bytes=100.0, fetch_overhead_s=0.5, fetch_bytes_per_s=1e4
+    )
+    trace = [chat(0.0, *[(100, 11)] * 12)]
+    out = simulate(trace, costs, FleetShape(replicas=2, routing="random", seed=1))
+    fetched = [t for t in out.turns if t.source == "peer"]
+    assert 2 <= len(fetched) <= 10
+    first = fetched[0]
+    assert out.fetch_bytes >= len(fetched) * 100
+    new = costs.prefill(first.prompt) - costs.prefill(first.cached)
+    size = costs.kv_bytes(first.known)
+    assert first.first_s == pytest.approx(costs.fetch_s(size) + 0.01 + new)
+    # Without sharing only what lies there is used; it may be an old part of the conversation.
+    alone = simulate(trace, costs, FleetShape(replicas=2, routing="random", seed=1, sharing=False))
+    assert alone.fetch_bytes == 0 and all(t.source != "peer" for t in alone.turns)
+    assert sum(t.cached for t in alone.turns) < sum(t.cached for t in out.turns)
+
+
+def test_stickiness_spreads_conversations() -> None:
+    trace = [chat(0.1 * i, (50, 3), (10, 3), (10, 3)) for i in range(30)]
+    out = simulate(trace, COSTS, FleetShape(replicas=3, routing="sticky", sharing=False))
+    own = figures(out.turns, out.wall_s, replicas=3, fetch_bytes=0)
+    assert own["later_turns"]["sources"] == {"host": 60} and own["imbalance"] == pytest.approx(0)
+    assert {n: v["turns"] for n, v in own["by_replica"].items()} == {
+        f"replica {i}": 30 for i in (1, 2, 3)
+    }
+
+
+def test_memory_that_is_full_forgets_the_oldest() -> None:
+    costs = replace(COSTS, kv_token_bytes=1.0)
+    trace = [chat(0.0, (100, 1), (10, 1), pause_s=60), chat(10.0, (100, 1), (10, 1), pause_s=60)]
+    both = play(*trace, costs=costs, kv_bytes=230)
+    assert [t.source for t in both.turns if t.number == 2] == ["host", "host"]
+    one = play(*trace, costs=costs, kv_bytes=150)
+    assert [t.source for t in one.turns if t.number == 2] == ["none", "none"]
+    assert one.kv_bytes_most <= 150 < both.kv_bytes_most
+    nothing = play(*trace, costs=costs, kv_bytes=0)
+    assert nothing.kv_bytes_most == 0
+
+
+def test_processes_share_the_cores_of_their_machine() -> None:
+    trace = [chat(0.0, (100, 11)) for _ in range(2)]
+    shape = FleetShape(replicas=2, per_machine=2, routing="sticky")
+    alone = simulate(trace, COSTS, replace(shape, per_machine=1)).turns
+    shared = simulate(trace, replace(COSTS, capacity=(1.0,)), shape).turns
+    partly = simulate(trace, replace(COSTS, capacity=(1.0, 1.6)), shape).turns
+    for a, s, p in zip(alone, shared, partly, strict=True):
+        assert s.end_s == pytest.approx(2 * a.end_s)
+        assert p.end_s == pytest.approx(2 / 1.6 * a.end_s)
+
+
+def test_work_beside_the_engine_takes_from_it_only_where_cores_are_few() -> None:
+    costs = replace(COSTS, side_request_s=0.05, side_token_s=0.02)
+    base = play(chat(0.0, (100, 11))).turns[0]
+    two = play(chat(0.0, (100, 11)), costs=replace(costs, capacity=(1.0, 2.0))).turns[0]
+    one = play(chat(0.0, (100, 11)), costs=replace(costs, capacity=(1.0,))).turns[0]
+    assert two == base and one.end_s > base.end_s + 0.05
+    assert one.first_s == pytest.approx(base.first_s + 0.05)
+
+
+def test_waiting_times_are_those_of_the_theory() -> None:
+    """M/D/1: one at a time, Poisson arrivals, equal work. Mean wait = load / (2 (1 - load)) of the
+    work (Pollaczek and Khinchine)."""
+    work, load, count = 0.11, 0.6, 15_000
+    rng = random.Random(5)
+    now, trace = 0.0, []
+    for _ in range(count):
+        now += rng.expovariate(load / work)
+        trace.append(chat(now, (100, 1)))
+    out = play(*trace, costs=replace(COSTS, max_running=1))
+    wait = sum(t.first_s for t in out.turns) / count - work
+    assert wait == pytest.approx(work * load / (2 * (1 - load)), rel=0.06)
+    assert out.busy_share == pytest.approx(load, rel=0.03)
+
+
+def test_two_choices_are_better_than_one() -> None:
+    rng = random.Random(6)
+    now, trace = 0.0, []
+    for _ in range(3000):
+        now += rng.expovariate(8 * 0.8 / 0.11)
+        trace.append(chat(now, (100, 1)))
+    costs = replace(COSTS, max_running=1)
+    mean = {
+        routing: sum(
+            t.first_s for t in play(*trace, costs=costs, replicas=8, routing=routing).turns
+        )
+        for routing in ("random", "two")
+    }
+    assert mean["two"] < 0.7 * mean["random"]
+
+
+turn = st.tuples(st.integers(1, 400), st.integers(1, 30))
+conversations = st.lists(
+    st.tuples(st.floats(0, 5), st.lists(turn, min_size=1, max_size=4), st.floats(0, 1)), max_size=12
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    raw=conversations,
+    replicas=st.integers(1, 4),
+    per_machine=st.integers(1, 4),
+    routing=st.sampled_from(ROUTINGS),
+    sharing=st.booleans(),
+    kv_bytes=st.sampled_from([0.0, 500.0, 1e9]),
+    side=st.sampled_from([0.0, 0.003]),
+    seed=st.integers(0, 3),
+)
+def test_laws(
+    raw: list[Any],
+    replicas: int,
+    per_machine: int,
+    routing: Any,
+    sharing: bool,
+    kv_bytes: float,
+    side: float,
+    seed: int,
+) -> None:
+    costs = replace(
+        COSTS,
+        chunk=64,
+        max_running=3,
+        gap_tokens=2,
+        part_s=0.002,
+        kv_token_bytes=1.0,
+        fetch_overhead_s=0.01,
+        side_token_s=side,
+        side_request_s=side,
+        capacity=(1.0, 1.5),
+    )
+    trace = [chat(at, *turns, pause_s=pause) for at, turns, pause in raw]
+    shape = FleetShape(
+        replicas=replicas,
+        per_machine=per_machine,
+        routing=routing,
+        sharing=sharing,
+        kv_bytes=kv_bytes,
+        seed=seed,
+    )
+    out = simulate(trace, costs, shape)
+    assert len(out.turns) == sum(len(c.turns) for c in trace)
+    assert sum(t.tokens for t in out.turns) == sum(t.answer for c in trace for t in c.turns)
+    for t in out.turns:
+        assert 0 < t.first_s <= t.end_s and 0 <= t.cached < t.prompt
+        new = costs.prefill(t.prompt) - costs.prefill(t.cached)
+        assert t.first_s >= costs.request_s + new - 1e-9
+        assert (t.source == "none") == (t.cached == 0)
+        assert sharing or t.source != "peer"
+    assert out.kv_bytes_most <= kv_bytes and 0 <= out.busy_share <= 1 + 1e-9
+    again = simulate(trace, costs, shape)
+    assert again.turns == out.turns and again.wall_s == out.wall_s
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"prefill_s": []}, "pairs above 0"),
+        ({"prefill_s": [[10, 0.2], [20, 0.1]]}, "both rising"),
+        ({"decode_s": [[0, 1]]}, "pairs above 0"),
+        ({"decode_s": [[1]]}, "no cost table"),
+        ({"capacity": []}, "capacity"),
+        ({"chunk": 0}, "chunk"),
+        ({"no_such": 1}, "unknown entries"),
+        ({"part_s": "x"}, "no cost table"),
+        ({"prefill_s": None}, "no cost table"),
+    ],
+)
+def test_tables_that_are_none(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        costs_of({**COSTS.as_dict(), **wrong}, "t")
+
+
+def test_a_table_comes_back_from_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps(COSTS.as_dict()))
+    assert read_costs(file) == COSTS
+    file.write_text("[1]")
+    with pytest.raises(ConfigError, match="must be an object"):
+        read_costs(file)
+    file.write_text("{")
+    with pytest.raises(ConfigError, match="is no JSON"):
+        read_costs(file)
+
+
+def test_shapes_that_are_none() -> None:
+    for wrong in ({"replicas": 0}, {"routing": "no"}, {"kv_bytes": -1.0}):
+        with pytest.raises(ConfigError):
+            FleetShape(**wrong)  # type: ignore[arg-type]
