@@ -393,7 +393,7 @@ class PrefillLayers:
         new = window[before + chunk.count - kept : before + chunk.count]
         caches.window[layer].index_copy_(0, ring_rows, new)
         query = self._gemm(prefill_gemm.values(c), w.w_query)
-        main, keys, chosen, first_main = None, None, None, 0
+        main, keys, chosen, counts, first_main = None, None, None, None, 0
         if role.ratio:
             main, keys = caches.main[role.kv_source], caches.index[role.kv_source]
             if chunk.rows >= self.plans.plain_rows:
@@ -402,12 +402,13 @@ class PrefillLayers:
             if role.runs_indexer:
                 assert raw is not None
                 chunk.selected[layer] = self._select(layer, role, query, raw, keys, chunk)
-            chosen = chunk.selected[role.index_source].address
+            selected = chunk.selected[role.index_source]
+            chosen, counts = selected.address, selected.counts
         o = prefill_attention.attend_rows(
             query, *turn, prefill_attention.window_values(window),
             chunk.window_first[role.decoder], w.sink, places=args.sliding_window,
-            scale=args.head_dim**-0.5, main=main, main_rows=chosen, first_main=first_main,
-            plan=self.plans.attention,
+            scale=args.head_dim**-0.5, main=main, main_rows=chosen, counts=counts,
+            first_main=first_main, plan=self.plans.attention,
         )  # fmt: skip
         t = self._gemm(o.flatten(1), w.wo_a, blocks=w.groups, quantize=True)
         return self._gemm(t, w.wo_b)

@@ -39,10 +39,9 @@ class Case:
         self.sink = torch.randn(heads, generator=generator).to(DEVICE)
         self.scale = channels**-0.5
 
-    def run(self, rows=slice(None), first_row=0, unpacked_from=None):
-        main = {}
+    def run(self, rows=slice(None), first_row=0, unpacked_from=None, **main):
         if self.shape[4]:
-            main = {"main": self.main, "main_rows": self.lists[rows].contiguous()}
+            main |= {"main": self.main, "main_rows": self.lists[rows].contiguous()}
         if unpacked_from is not None:
             records = self.main[unpacked_from:].contiguous()
             space = self.q.new_full((len(records) + 3, self.shape[1]), 7.0)
@@ -118,6 +117,13 @@ def test_entries_unpacked_first_give_the_same_bits(shape):
     case = Case(shape)
     case.lists = torch.where(case.lists >= 0, case.lists.clamp(min=2), -1)
     assert torch.equal(case.run(unpacked_from=2), case.run())
+
+
+def test_turns_without_an_entry_change_no_bit():
+    case = Case((2, 64, 16, 20, 70))
+    counts = (case.lists >= 0).sum(1, dtype=torch.int32)
+    assert counts.tolist() == [0, 23, 70]
+    assert torch.equal(case.run(counts=counts), case.run())
 
 
 def test_main_values_are_exact():
