@@ -7,7 +7,7 @@ products are exact, sums fp32. A row's bits depend on that row alone: the tile i
 Letters: R rows, N outputs, K inputs, G = K / 32.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -25,7 +25,7 @@ from deepdraft.kernels.runtime import check, launch, next_power
 @dataclass(frozen=True, slots=True)
 class GemmPlan:
     """A program's tile: `wide` outputs, `tall` rows, `groups` of 32 columns a step (a power of
-    two); `band` row tiles that share weights in the cache. Never a function of the row count."""
+    two); `band` row tiles that share weights in the cache. The sides of a tile change no bit."""
 
     wide: int = 128
     tall: int = 256
@@ -36,6 +36,23 @@ class GemmPlan:
 
 
 PLAN = GemmPlan()
+MULTIPROCESSORS = 132
+"""Of an H200: fewer programs leave some idle."""
+
+
+def few_rows(plan: GemmPlan, rows: int, outputs: int) -> GemmPlan:
+    """The plan for so many rows: tiles no taller than they, and smaller ones where there would be
+    fewer programs than multiprocessors. At least 64 outputs: narrower ones have other last bits."""
+    plan = replace(plan, tall=min(plan.tall, next_power(rows, 32)))
+
+    def programs() -> int:
+        return -(-outputs // plan.wide) * -(-rows // plan.tall)
+
+    if programs() < MULTIPROCESSORS and plan.wide > 64:
+        plan = replace(plan, wide=64, warps=min(plan.warps, 4))
+    while programs() < MULTIPROCESSORS and plan.tall > 32:
+        plan = replace(plan, tall=plan.tall // 2)
+    return plan
 
 
 # ---- device helpers ------------------------------------------------------------------------
@@ -142,6 +159,7 @@ def gemm(
         )
     if quantize and (dtype != torch.bfloat16 or w.rows % GROUP):
         raise ValueError(f"{w.rows} outputs in {dtype} cannot be quantised in groups of {GROUP}")
+    plan = few_rows(plan, rows, w.rows)
     wide = min(plan.wide, next_power(w.rows, GROUP))
     while blocks > 1 and w.rows // blocks % wide:
         wide //= 2
