@@ -14,9 +14,10 @@ from deepdraft.kv.snapshot import ChunkRef, Manifest
 from deepdraft.kv.store import CheckpointData, Chunk
 
 
-def names_of(cache: KvCache, manifest: Manifest) -> list[bytes]:
-    """Names of a manifest's whole chunks of global KV; approximated ones have none."""
-    return cache.chunk_keys(manifest.token_ids) if manifest.exact else []
+def names_of(cache: KvCache, manifest: Manifest, known: Sequence[bytes] = ()) -> list[bytes]:
+    """Names of a manifest's whole chunks of global KV; approximated ones have none. `known`: of
+    `KvCache.chunk_keys`."""
+    return cache.chunk_keys(manifest.token_ids, known) if manifest.exact else []
 
 
 def known_chunks(cache: KvCache, manifest: Manifest, names: Sequence[bytes]) -> list[Chunk | int]:

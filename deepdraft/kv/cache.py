@@ -466,13 +466,14 @@ class KvCache:
             raise
         return [c for c in chunks if c is not None]
 
-    def chunk_keys(self, tokens: Seq[int] | np.ndarray) -> list[bytes]:
-        """Names of the whole chunks of a conversation: a hash chain over their tokens."""
-        size = self.settings.chunk_blocks * self.layout.block_tokens * TOKEN_BYTES
-        keys, key, raw = [], self._seed, token_bytes(tokens)
-        for at in range(0, len(raw) - size + 1, size):
-            key = digest(key + raw[at : at + size])
-            keys.append(key)
+    def chunk_keys(self, tokens: Seq[int] | np.ndarray, known: Seq[bytes] = ()) -> list[bytes]:
+        """Names of the whole chunks of a conversation: a hash chain over their tokens. `known`:
+        the first names, where something with the same beginning has been named."""
+        size = self.settings.chunk_blocks * self.layout.block_tokens
+        keys, array = list(known), token_array(tokens)
+        for end in range((len(keys) + 1) * size, len(array) + 1, size):
+            before = keys[-1] if keys else self._seed
+            keys.append(digest(before, token_bytes(array[end - size : end])))
         return keys
 
     def publish(self, entry: Entry, path: TokenPath | None = None) -> None:

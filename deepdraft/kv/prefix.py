@@ -91,8 +91,14 @@ def common_prefix(a: bytes, b: bytes) -> int:
     n = min(len(a), len(b)) // TOKEN_BYTES * TOKEN_BYTES
     if a[:n] == b[:n]:
         return n // TOKEN_BYTES
-    x, y = (np.frombuffer(k[:n], dtype=np.uint32) for k in (a, b))
-    return int(np.argmin(x == y))
+    return shared_tokens(*(np.frombuffer(k[:n], dtype=np.uint32) for k in (a, b)))
+
+
+def shared_tokens(a: np.ndarray, b: np.ndarray) -> int:
+    """Tokens that two conversations (uint32) share at their start."""
+    n = min(len(a), len(b))
+    same = a[:n] == b[:n]
+    return n if same.all() else int(np.argmin(same))
 
 
 class PrefixIndex:

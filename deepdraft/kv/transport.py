@@ -24,13 +24,12 @@ from deepdraft.kv.errors import SnapshotError
 from deepdraft.kv.settings import TransferSettings
 from deepdraft.kv.snapshot import ChunkRef
 
-WINDOW = 2
-"""Chunks asked for ahead on one connection."""
-PART_BYTES, LAST_PART_BYTES = 4 << 20, 1 << 20
-"""Of a chunk that is handed to the checking thread; less of a connection's last one, so that little
-is left to check at the end. (A hand-over took 0.15 ms of processor time, a MiB 0.35 to check.)"""
 CHUNKS_PER_LINK = 4
 """A further connection pays from so many chunks on."""
+AHEAD_BYTES, AHEAD_CHUNKS = 1 << 20, CHUNKS_PER_LINK
+"""The next chunk is asked for on a connection when so little of the last one is to come: enough for
+the way there and back, and no connection holds much that an idle one could bring. The end of a
+chunk is handed to the check apart, so that little is left to check after the last byte."""
 
 
 @dataclass(slots=True)
@@ -138,9 +137,14 @@ class Reading:
         """Seconds spent on digests, beside the arrival."""
         return sum(line.verify_s for line in self._lines)
 
-    def run(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+    def run(
+        self,
+        meanwhile: Callable[[], None] = lambda: None,
+        arrived: Callable[[], None] = lambda: None,
+    ) -> None:
         """Returns when all bytes are there and right, else raises what went wrong first.
-        `meanwhile`: short work of the caller's, done while bytes arrive."""
+        `meanwhile`: short work of the caller's, done while bytes arrive; `arrived`: after the last
+        one, while it is checked."""
         end = time.monotonic() + self.deadline_s
         readers = []
         for read in self.transport.readers(self.num_pieces):
@@ -158,6 +162,11 @@ class Reading:
         for thread, line in zip(readers, self._lines, strict=True):
             thread.join()  # an aborted transport lets nobody wait
             line.end()
+        try:
+            if self._error is None:
+                arrived()
+        except Exception as error:
+            self._fail(error)
         for thread in checkers:
             thread.join()
         self.transport.close()
@@ -243,12 +252,19 @@ class TcpTransport:
 
     def _read(self, feed: Feed, link: wire.Link, *, renew: bool) -> None:
         asked: deque[Piece] = deque()
-        while True:
-            while len(asked) < WINDOW and (piece := feed.take()) is not None:
+        ahead = 0
+
+        def ask() -> None:
+            nonlocal ahead
+            while ahead <= AHEAD_BYTES and len(asked) < AHEAD_CHUNKS:
+                if (piece := feed.take()) is None:
+                    return
                 link.send(wire.Read(piece.index))
                 asked.append(piece)
-            if not asked:
-                return
+                ahead += len(piece.into)
+
+        ask()
+        while asked:
             piece = asked.popleft()
             while isinstance(reply := link.reply(), wire.Renewed):
                 pass
@@ -256,11 +272,14 @@ class TcpTransport:
                 raise SnapshotError(f"the peer stopped: {reply.reason[:20]}")
             if reply != wire.Data(piece.index, len(piece.into)):
                 raise SnapshotError("the peer sent another chunk than was asked for")
-            size = PART_BYTES if asked else LAST_PART_BYTES
-            for at in range(0, len(piece.into), size):
-                part = piece.into[at : at + size]
-                link.fill(part)
-                feed.arrived(piece, at, len(part))
+            cut = max(0, len(piece.into) - AHEAD_BYTES)
+            for begin, end in ((0, cut), (cut, len(piece.into))):
+                if begin == end:
+                    continue
+                link.fill(piece.into[begin:end])
+                feed.arrived(piece, begin, end - begin)
+                ahead -= end - begin
+                ask()
             if renew and time.monotonic() - self._renewed > self.settings.renew_s:
                 self._renewed = time.monotonic()
                 link.send(wire.Renew())

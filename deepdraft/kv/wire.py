@@ -127,15 +127,20 @@ class Closed(_Message, frozen=True, tag="closed"):
 
 Request = Open | Join | Read | Locate | Renew | Close
 Reply = Opened | Joined | Refused | Data | Located | Renewed | Closed
+_ENCODER = msgspec.msgpack.Encoder()
 _REQUESTS = msgspec.msgpack.Decoder(Request)
 _REPLIES = msgspec.msgpack.Decoder(Reply)
 _MessageT = TypeVar("_MessageT")
 
 
-def frame(message: Request | Reply) -> bytes:
-    """A message with its length."""
-    body = msgspec.msgpack.encode(message)
-    return len(body).to_bytes(4, "little") + body
+def frame(*messages: Request | Reply) -> bytearray:
+    """Messages, each with its length."""
+    out = bytearray()
+    for message in messages:
+        start = len(out)
+        _ENCODER.encode_into(message, out, start + 4)
+        out[start : start + 4] = (len(out) - start - 4).to_bytes(4, "little")
+    return out
 
 
 class Disconnected(OSError):
@@ -189,7 +194,7 @@ class Link:
 
     def send(self, *messages: Request | Reply, more: bool = False) -> None:
         """Messages in one piece; `more`: bytes follow at once."""
-        data = b"".join(map(frame, messages))
+        data = frame(*messages)
         with _timeouts():
             if self._tls:
                 self.sock.sendall(data)
