@@ -40,12 +40,11 @@ from deepdraft.models.v41_step import Lanes  # noqa: E402
 from deepdraft.proof.bench_step import Capture, time_graph  # noqa: E402
 
 FORMS = (
-    "", "combine", "query", "combine+query", "ordered", "combine+ordered", "query+ordered",
-    "combine+query+ordered", "combine+fresh", "query+fresh",
-    "combine+query+fresh",
+    "", "combine+voted", "query", "query+voted", "combine", "voted", "combine+query+voted",
+    "combine+ordered",
 )  # fmt: skip
 GRID = ((1, 6), (2, 11), (4, 18), (6, 22), (6, 35), (8, 25))
-CONTEXTS = (120, 1016, 16376, 32768)
+CONTEXTS = (120, 16376, 32768)
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:
@@ -167,6 +166,12 @@ class Stress(trials_gpu.Tried):
                         name, sorted(set(rows[:, 0].tolist())), len(rows),
                         int(places.min()), int(places.max()),
                     ])  # fmt: skip
+                    if len(apart) == 1:
+                        at = places.unique()[:128]
+                        apart[0] += [
+                            at.tolist(),
+                            [v[:6].flatten(1)[:, at].tolist() for v in (want[name], value)],
+                        ]
                 if len(apart) == 3:
                     break
             found.append(apart)
@@ -259,7 +264,7 @@ def main() -> None:
     results = Results(args.json, args.seconds)
     results.data["device"] = torch.cuda.get_device_name()
     wanted = trials_gpu.wanted()
-    more = ({"ORDERED": 1}, {"FRESH": 1})
+    more = ({"ORDERED": 1}, {"VOTED": 1})
     wanted += [(file, made | other) for other in more for file, made in wanted]
     built = threading.Thread(target=trials_gpu.prebuild, args=(wanted,))
     built.start()

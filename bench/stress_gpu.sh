@@ -12,8 +12,8 @@ GPUS=$(python3 -c 'import torch; print(torch.cuda.device_count())')
 check() {  # module, trials, only
   DEEPDRAFT_TRIALS=$2 timeout 40 python3 -W ignore $B/kernel_worker.py check --module "$1" ${3:+--only "$3"} > "$O/check-$1-${2//,/+}.log" 2>&1 &
 }
-check test_native_attend ""; check test_native_attend ordered; check test_native_boundary ordered; check test_native_route ""
-check test_native ordered "test_experts {'shape': (5, 3, 320, 96)"; check test_native_select ordered; check test_fused ordered test_split_latents
+check test_native_attend combine; check test_native_attend combine,voted; check test_native_boundary ""; check test_native_route ""
+check test_native voted "'shape': (5, 3, 320, 96)"; check test_native voted "('fp8', 4096, 1280, 1)"; check test_native_select ""; check test_fused "" test_split_latents
 wait
 grep -h '"error"' "$O"/check-*.log | cut -c1-300
 echo "checks passed: $(cat "$O"/check-*.log | grep -c '"passed": true'), failed: $(cat "$O"/check-*.log | grep -c '"passed": false')"; pack

@@ -45,9 +45,9 @@ from deepdraft.kernels.native import (  # noqa: E402
 from deepdraft.kernels.native.fragments import Streamed  # noqa: E402
 
 Names = frozenset[str]
-ALONE = ("combine", "query", "ordered", "fresh")
+ALONE = ("combine", "query", "ordered", "fresh", "voted")
 """Tried alone."""
-SAME_BITS = frozenset({"ordered", "fresh", "lanes"})
+SAME_BITS = frozenset({"ordered", "fresh", "voted", "lanes"})
 """Forms that promise the usual bits; the others sum in another order or take other exponentials."""
 PLANS = frozenset({"query"})
 """Forms that are plans of weights."""

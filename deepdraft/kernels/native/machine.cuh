@@ -15,6 +15,10 @@ typedef unsigned long long u64;
 #ifndef FRESH
 #define FRESH 0
 #endif
+// VOTED: a warp leaves a wait as a whole, by a vote of its lanes (trial `voted`).
+#ifndef VOTED
+#define VOTED 0
+#endif
 
 #ifndef EMULATED
 extern __shared__ __align__(128) u8 raw[];
@@ -81,6 +85,12 @@ __device__ __forceinline__ void barrier_wait(u32 at, u32 phase) {
         "{ .reg .pred p;\n"
         "again: mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n"
         "@!p bra again; }" ::"r"(at), "r"(phase) : "memory");
+}
+__device__ __forceinline__ bool barrier_passed(u32 at, u32 phase) {
+    u32 v;
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(v) : "r"(at), "r"(phase) : "memory");
+    return v;
 }
 __device__ __forceinline__ void barrier_expect(u32 at, u32 bytes) {
     asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }" ::"r"(at), "r"(bytes) : "memory");
@@ -180,3 +190,14 @@ __device__ __forceinline__ float divide(float a, float b) {
 #endif
 
 __device__ __forceinline__ float bf16_value(u32 bits) { return __uint_as_float(bits << 16); }
+
+// All lanes of a warp wait. One by one they could see a phase's end apart: the compiler keeps a warp
+// together by nothing but the promise of the aligned instructions that follow (mma.sync), so lane 0 would
+// say that a place is free while others still read it.
+__device__ __forceinline__ void barrier_wait_warp(u32 at, u32 phase) {
+#if VOTED
+    while (!__all_sync(~0u, barrier_passed(at, phase))) {}
+#else
+    barrier_wait(at, phase);
+#endif
+}

@@ -308,7 +308,7 @@ stream_kernel(const __grid_constant__ Params p) {
         for (int task = first_task; task < end_task; task++, k.next(sets)) {
             const int turn = task - first_task, slot = turn & 1;
             if (held != k.outer) picks = load_picks(p, row_tile, k.outer, lane & 3), held = k.outer;
-            barrier_wait(shared_address(&sh.full[slot]), turn >> 1 & 1);
+            barrier_wait_warp(shared_address(&sh.full[slot]), turn >> 1 & 1);
             constexpr int TOGETHER = WM < 2 ? WM : 2;  // more do not fit into registers
 #pragma unroll 1
             for (int first = 0; first < WM; first += TOGETHER) {
@@ -434,7 +434,7 @@ stream_kernel(const __grid_constant__ Params p) {
     const u32 ready = shared_address(&sh.ready[0]), taken = shared_address(&sh.taken[0]);
     auto read_step = [&](Step& to, int turn, int step) {
         const int at = place_of(turn, step);
-        barrier_wait(ready + 8 * at, lap_of(turn, step) & 1);
+        barrier_wait_warp(ready + 8 * at, lap_of(turn, step) & 1);
         to.load(mine + at * SLOT_BYTES, my_scales + at * SLOT_BYTES);
     };
     auto give_back = [&](int turn, int step) {
@@ -509,7 +509,7 @@ stream_kernel(const __grid_constant__ Params p) {
             for (int i = 0; i < 8; i++) acc[i / 4][i % 4] *= rows.s[0][i & 1];
         }
         if (WK > 1) {
-            if (turn >= 2) barrier_wait(shared_address(&sh.empty[slot]), (turn >> 1) + 1 & 1);
+            if (turn >= 2) barrier_wait_warp(shared_address(&sh.empty[slot]), (turn >> 1) + 1 & 1);
             sh.part[slot][warp][0][lane] = make_float4(acc[0][0], acc[0][1], acc[0][2], acc[0][3]);
             sh.part[slot][warp][1][lane] = make_float4(acc[1][0], acc[1][1], acc[1][2], acc[1][3]);
             __syncwarp();

@@ -43,6 +43,8 @@ class _Params(ctypes.Structure):
     )
 
 
+_FORMS = {"lanes": "EVERY_LANE", "voted": "VOTED"}
+"""Trials of stream.cu."""
 SETTING = "DEEPDRAFT_NATIVE"
 _CHOICES = {
     "none": (),
@@ -103,8 +105,7 @@ def available(device: torch.device) -> bool:
 def macros(kind: int, plan: StreamPlan, output: int) -> dict[str, int]:
     """Macros of one variant of stream.cu."""
     more = {"BULK": 1} if plan.bulk else {}
-    if trials.on("lanes"):
-        more["EVERY_LANE"] = 1
+    more |= {macro: 1 for name, macro in _FORMS.items() if trials.on(name)}
     return {
         **more, "KIND": kind, "NG": plan.groups, "ST": plan.step, "WK": plan.across,
         "WM": plan.down,

@@ -18,6 +18,7 @@ NAMES = {
     "query": "the query map with bulk copies (read at load)",
     "ordered": "no kernel lets the next one start before its own inputs are there",
     "fresh": "the L1 cache is emptied after every wait for the kernel before",
+    "voted": "a warp leaves a wait for copies or sums as a whole, by a vote of its lanes",
     "lanes": "every lane arrives at the barriers of sums (racecheck; slower)",
 }
 _chosen: frozenset[str] | None = None

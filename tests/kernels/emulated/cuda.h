@@ -96,6 +96,7 @@ static u32 __ballot_sync(u32, bool v) {
     __syncwarp();
     return out;
 }
+inline bool __all_sync(u32 lanes, bool v) { return __ballot_sync(lanes, v) == lanes; }
 inline int __popc(u32 v) { return __builtin_popcount(v); }
 inline u32 __float_as_uint(float f) { u32 v; memcpy(&v, &f, 4); return v; }
 inline float __uint_as_float(u32 v) { float f; memcpy(&f, &v, 4); return f; }
@@ -148,6 +149,7 @@ inline void barrier_arrive(u32 at) {
 }
 inline void barrier_arrive_if(u32 at, bool mine) { if (mine) barrier_arrive(at); }
 inline void barrier_wait(u32 at, u32 phase) { while ((barrier(at).phase & 1) == phase) give_way(); }
+inline bool barrier_passed(u32 at, u32 phase) { return (barrier(at).phase & 1) != phase; }
 inline void barrier_expect(u32 at, u32) { barrier_arrive(at); }
 inline void copy_bulk(u32 to, const u8* from, u32 bytes, u32) {
     if (to % 16 || bytes % 16 || (u64)from % 16) fprintf(stderr, "a copy is not aligned\n"), abort();
