@@ -1,4 +1,4 @@
-"""Products of CUDA C++ again and again, over fresh memory: is every result the first one, bit for bit?
+"""CUDA C++ products again and again over fresh memory: is every result the first one, bit for bit?
 
     python bench/product_stress_gpu.py --json FILE [--seconds 60] [--forms usual,voted] [--dry]
 
@@ -35,13 +35,13 @@ QUERY = StreamPlan(5, 1, 8, 1, 1, 5, 0, 1)
 CASES: dict[str, tuple[str, int, int, int, StreamPlan | None]] = {
     "wq_b, five tasks a block": ("fp8", 36864, 1280, 1, QUERY),
     "wq_b, TP 2": ("fp8", 16384, 1280, 1, QUERY),
+    "up": ("up", 4608, 5120, 1, None),
     "wq_b": ("fp8", 36864, 1280, 1, None),
     "wo_b": ("fp8", 5120, 8192, 1, None),
     "wo_a": ("bf16", 8192, 4096, 8, None),
     "shared": ("fp8", 4608, 5120, 1, None),
     "w_in": ("fp8", 1792, 5120, 1, None),
     "main_proj": ("fp8", 5120, 15360, 1, None),
-    "up": ("up", 4608, 5120, 1, None),
     "down": ("down", 5120, 2304, 1, None),
 }
 """What its rows are, rows, columns, blocks, the plan where it is not the usual one."""

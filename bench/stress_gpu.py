@@ -218,12 +218,12 @@ def choose(stress: Stress, results: Results, args: argparse.Namespace) -> str | 
         run = partial(of, parted(form), timed=True)
         forms[form] = results.stage(f"form {form or 'usual'}", run, needs=12)
     dirty = [f for f, found in forms.items() if not clean(found)]
-    for form in dirty[:2]:
-        run = partial(of, parted(form), lanes=False)
-        results.stage(f"form {form or 'usual'}, one lane", run, needs=60)
     for form in dirty[:3] if "where" in args.parts else ():
         run = partial(stress.where, parted(form), args.replays, 6.0)
-        results.stage(f"where {form or 'usual'}", run, needs=60)
+        results.stage(f"where {form or 'usual'}", run, needs=45)
+    for form in dirty[:1]:
+        run = partial(of, parted(form), lanes=False)
+        results.stage(f"form {form or 'usual'}, one lane", run, needs=60)
     kept = fastest(forms)
     results.data["kept"] = kept
     print(f"-- kept: {kept!r}", flush=True)
@@ -233,19 +233,19 @@ def choose(stress: Stress, results: Results, args: argparse.Namespace) -> str | 
 def confirm(stress: Stress, results: Results, args: argparse.Namespace, kept: str) -> None:
     """One form at other rows, experts and contexts, its rows alone, and its times."""
     stress.use(parted(kept))
-    if "grid" in args.parts:
-        for rows, experts in GRID:
-            for context in CONTEXTS:
-                run = partial(stress.case, parted(kept), rows, experts, context, args.replays // 4)
-                results.stage(f"grid rows {rows} experts {experts} at {context}", run, needs=40)
     if "alone" in args.parts:
         for context in (120, 32768):
-            results.stage(f"alone at {context}", partial(stress.alone, context, 20), needs=35)
+            results.stage(f"alone at {context}", partial(stress.alone, context, 20), needs=15)
     if "whole" in args.parts:
         for rows, experts in trials_gpu.ROWS:
             run = partial(stress.p.whole, rows, experts)
             results.stage(f"whole rows {rows} experts {experts}", run)
         results.stage("profile", partial(stress.p.profile, 6, 22))
+    if "grid" in args.parts:
+        for rows, experts in GRID:
+            for context in CONTEXTS:
+                run = partial(stress.case, parted(kept), rows, experts, context, args.replays // 4)
+                results.stage(f"grid rows {rows} experts {experts} at {context}", run, needs=8)
 
 
 def main() -> None:
