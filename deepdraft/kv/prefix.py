@@ -157,24 +157,26 @@ class PrefixIndex:
                 child = node.children[key] = Node()
                 node = child
         for position, label in self._marks[entry].items():
-            node, rest = self._at(tokens, position)
+            node, rest = self._at(path, position)
             if rest not in node.marks:
                 node.marks[rest] = {}
                 insort(node.places, rest)
             node.marks[rest].setdefault(label, {})[entry] = None
 
-    def _at(self, tokens: bytes, position: int) -> tuple[Node, bytes]:
-        blocks, rest = self._cut(tokens[: position * TOKEN_BYTES])
+    def _at(self, path: Path, position: int) -> tuple[Node, bytes]:
+        end = position * TOKEN_BYTES
         node = self._root
-        for key in blocks:
+        for key in path.keys[: end // self.block]:
             node = node.children[key]
-        return node, rest
+        return node, path.tokens[end // self.block * self.block : end]
 
     def remove(self, entry: int) -> None:
         """Forget an entry and the branches that only it had."""
         tokens = self._tokens.pop(entry)
+        blocks, tail = self._cut(tokens)
+        path = Path(tokens, blocks)
         for position, label in self._marks.pop(entry).items():
-            node, rest = self._at(tokens, position)
+            node, rest = self._at(path, position)
             there = node.marks[rest]
             del there[label][entry]
             if not there[label]:
@@ -182,7 +184,6 @@ class PrefixIndex:
             if not there:
                 del node.marks[rest]
                 del node.places[bisect_left(node.places, rest)]
-        blocks, tail = self._cut(tokens)
         node = self._root
         for key in [*blocks, tail]:
             if not key:
