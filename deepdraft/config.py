@@ -364,6 +364,8 @@ class FleetConfig:
     hurry: float = 1.0
     """Leases, deadlines and back-off are shorter by this factor: for tests."""
 
+    hand_over_s: float = 10.0
+    """Seconds in which a server that stops gives its conversations to the others; 0: it does not."""
     def __post_init__(self) -> None:
         for name in ("directory", "name", "advertise", "files", "nixl"):
             value = getattr(self, name)
@@ -376,6 +378,7 @@ class FleetConfig:
         _require(self.fetch in choices, "fleet.fetch", self.fetch, "one of " + ", ".join(choices))
         self.address()
 
+        _require_number("fleet.hand_over_s", self.hand_over_s, 0)
     def address(self) -> tuple[str, int]:
         """Host and port of `listen`. Raises ConfigError."""
         host, _, port = self.listen.rpartition(":")

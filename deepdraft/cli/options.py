@@ -153,6 +153,12 @@ def fleet_options(command: Decorated) -> Decorated:
             help="Whether a peer's cache is fetched [auto: where it pays].",
         ),
         click.option(
+            "--kv-hand-over-s",
+            type=float,
+            metavar="S",
+            help="Seconds in which a server that stops gives its conversations to the others [10].",
+        ),
+        click.option(
             "--session-policy",
             type=click.Choice(get_args(SessionPolicy)),
             help="Whether conversations of several turns must name their session [optional].",
@@ -168,7 +174,7 @@ def fleet_options(command: Decorated) -> Decorated:
 
 def fleet_settings(flags: dict[str, Any]) -> dict[str, Any]:
     """Settings of the fleet from the flags of `fleet_options`."""
-    names = ("directory", "name", "listen", "advertise", "files", "fetch", "nixl")
+    names = ("directory", "name", "listen", "advertise", "files", "fetch", "nixl", "hand_over_s")
     settings = {name: flags[f"kv_{name}"] for name in names}
     if settings["nixl"] == "env":
         from deepdraft.adapters.environments import ready

@@ -100,7 +100,7 @@ def open_reuse(
     )
     if fleet is None or fleet.directory is None:
         return Reuse(runner, cache)
-    return Reuse(runner, cache, _join_fleet(cache, fleet))
+    return Reuse(runner, cache, _join_fleet(cache, fleet), fleet.hand_over_s)
 
 
 def _why_not(runner: Any, options: EngineConfig) -> str | None:
@@ -150,9 +150,13 @@ def _join_fleet(cache: KvCache, options: FleetConfig) -> Fleet:
 class Reuse:
     """The KV cache as one engine uses it."""
 
-    def __init__(self, runner: Any, cache: KvCache, fleet: Fleet | None = None) -> None:
-        """`runner`: an `engine.runner.Runner`, whose pool the cache was made for."""
+    def __init__(
+        self, runner: Any, cache: KvCache, fleet: Fleet | None = None, hand_over_s: float = 0.0
+    ) -> None:
+        """`runner`: an `engine.runner.Runner`, whose pool the cache was made for. `hand_over_s`:
+        what `close` may take to give conversations to the rest of the fleet."""
         self._runner, self.cache, self.fleet = runner, cache, fleet
+        self._hand_over_s = hand_over_s
         self.counters = Counters()
 
     def begin(self, request: Request) -> None:
@@ -228,9 +232,11 @@ class Reuse:
             self.fleet.costs.note_prefill(num_tokens, seconds)
 
     def close(self) -> None:
-        """Leaves the fleet; keeps on disk what is to outlive the process."""
+        """Hands conversations over and leaves the fleet; keeps on disk what is to outlive the
+        process."""
         self.cache.flush()
         if self.fleet is not None:
+            self.fleet.hand_over(self._hand_over_s)
             self.fleet.close()
         self.cache.close()
 

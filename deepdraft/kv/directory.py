@@ -10,6 +10,9 @@ A claim presents the epoch and sequence that a lookup gave and fails as STALE wh
 An epoch is a random UUID made when the directory is empty; sequences come from a counter that lies
 in the same record as the epoch, so both are lost together and a sequence never comes back within an
 epoch. Every call offers a fresh UUID: one kept by a process would bring a lost epoch back.
+
+A claim by `moved` hands a conversation on as it is: who has seen it before may still claim, so a
+turn that was under way elsewhere meanwhile becomes the owner.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from deepdraft.errors import ConfigError, RequestError
+from deepdraft.kv.directory_scripts import SCRIPTS, STALE
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -33,7 +37,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 MOST_LOOKUPS = 512
 """Of one call."""
-STALE = "STALE ownership changed, expired or directory restarted"
 ClaimResult = Literal["ok", "stale", "unknown", "unavailable"]
 _SESSION_ID = re.compile(r"[!-~]{1,256}")
 
@@ -79,30 +82,45 @@ class Moved:
     owner: str
 
 
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A server that is there: its name and address as in records, its free memory in bytes."""
+
+    owner: str
+    room: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectorySettings:
     """Times in seconds."""
 
     record_s: float = 24 * 3600.0
+    member_s: float = 15.0
+    """A server that has not announced itself for so long is taken for gone."""
     timeout_s: float = 0.2
     breaker_failures: int = 3
     breaker_s: float = 2.0
     connections: int = 32
 
     def __post_init__(self) -> None:
-        if min(self.record_s, self.timeout_s, self.breaker_s) <= 0 or self.connections < 1:
+        times = (self.record_s, self.member_s, self.timeout_s, self.breaker_s)
+        if min(times) <= 0 or self.connections < 1:
             raise ConfigError("the KV directory's times and connections must be above 0")
 
 
 class Directory(Protocol):
     """Both kinds. None and `unavailable` mean: no directory now."""
 
+    settings: DirectorySettings
+
     async def lookup(self, key: str) -> Record | None:
         """The record of a conversation; renews it."""
         ...
 
-    async def claim(self, key: str, seen: Record, owner: str, fingerprint: str) -> Claim:
-        """Become the owner if the record is still as `seen`."""
+    async def claim(
+        self, key: str, seen: Record, owner: str, fingerprint: str, *, moved: bool = False
+    ) -> Claim:
+        """Become the owner if the record is still as `seen`, but for claims by `moved`."""
         ...
 
     async def check(self, key: str, mine: Record) -> bool | None:
@@ -111,6 +129,11 @@ class Directory(Protocol):
 
     async def release(self, key: str, mine: Record) -> None:
         """Give up ownership if it is still mine."""
+        ...
+
+    async def announce(self, owner: str, room: int | None) -> list[Member] | None:
+        """This server is there for the next `member_s`, with `room` bytes free; None: it leaves.
+        Returns the others."""
         ...
 
     async def close(self) -> None:
@@ -132,6 +155,9 @@ class LocalDirectory:
         self.epoch = str(uuid.uuid4())
         self._generation = 0
         self._records: dict[str, tuple[Record, float]] = {}
+        self._handed: dict[str, tuple[int, int]] = {}
+        """Of records claimed by `moved`: their sequence and that of the state they stand for."""
+        self._members: dict[str, tuple[int, float]] = {}
 
     def _live(self, key: str) -> Record:
         record, until = self._records.get(key, (Record(self.epoch, 0), 0.0))
@@ -150,13 +176,20 @@ class LocalDirectory:
             self._keep(key, record)
         return record
 
-    async def claim(self, key: str, seen: Record, owner: str, fingerprint: str) -> Claim:
+    async def claim(
+        self, key: str, seen: Record, owner: str, fingerprint: str, *, moved: bool = False
+    ) -> Claim:
         """See `Directory`."""
         now = self._live(key)
-        if (now.epoch, now.sequence) != (seen.epoch, seen.sequence):
+        sequence, state = self._handed.get(key, (0, 0))
+        state = state if sequence and sequence == now.sequence else now.sequence
+        if now.epoch != seen.epoch or seen.sequence not in (now.sequence, state):
             return Claim("stale")
         self._generation += 1
         self._keep(key, Record(self.epoch, self._generation, owner, fingerprint))
+        self._handed.pop(key, None)
+        if moved:
+            self._handed[key] = (self._generation, state)
         return Claim("ok", self._generation)
 
     async def check(self, key: str, mine: Record) -> bool | None:
@@ -172,74 +205,17 @@ class LocalDirectory:
         if await self.check(key, mine):
             del self._records[key]
 
+    async def announce(self, owner: str, room: int | None) -> list[Member] | None:
+        """See `Directory`."""
+        now = self.clock()
+        self._members.pop(owner, None)
+        if room is not None:
+            self._members[owner] = (room, now + self.settings.member_s)
+        members = self._members.items()
+        return [Member(o, r) for o, (r, until) in members if until > now and o != owner]
+
     async def close(self) -> None:
         """See `Directory`."""
-
-
-# KEYS: meta, record. ARGV[1]: a fresh UUID. An epoch without its counter is not to be trusted.
-_EPOCH = """
-local meta = redis.call('HMGET', KEYS[1], 'epoch', 'gen')
-local epoch = meta[1]
-if not epoch or not meta[2] then
-  epoch = ARGV[1]
-  redis.call('DEL', KEYS[1])
-  redis.call('HSET', KEYS[1], 'epoch', epoch, 'gen', '0')
-end
-local r = redis.call('HMGET', KEYS[2], 'epoch', 'seq', 'owner', 'fp')
-if r[1] and r[1] ~= epoch then
-  redis.call('DEL', KEYS[2])
-  r = {false, false, false, false}
-end
-local seq = r[2] or '0'
-"""
-_SCRIPTS = {
-    # Many records in one call; one line a record, as a client takes long over many small replies.
-    "lookup": """
-local meta = redis.call('HMGET', KEYS[1], 'epoch', 'gen')
-local epoch = meta[1]
-if not epoch or not meta[2] then
-  epoch = ARGV[1]
-  redis.call('DEL', KEYS[1])
-  redis.call('HSET', KEYS[1], 'epoch', epoch, 'gen', '0')
-end
-local out = {epoch}
-for i = 2, #KEYS do
-  local r = redis.call('HMGET', KEYS[i], 'epoch', 'seq', 'owner', 'fp')
-  if r[1] and r[1] ~= epoch then
-    redis.call('DEL', KEYS[i])
-    r = {false}
-  end
-  if r[1] then redis.call('PEXPIRE', KEYS[i], ARGV[2]) end
-  out[i] = r[1] and ((r[2] or '0') .. ' ' .. (r[3] or '') .. ' ' .. (r[4] or '')) or '0  '
-end
-return table.concat(out, '\\n')
-""",
-    "claim": _EPOCH
-    + f"""
-if epoch ~= ARGV[3] or seq ~= ARGV[4] then return redis.error_reply('{STALE}') end
-local new = redis.call('HINCRBY', KEYS[1], 'gen', 1)
-redis.call('HSET', KEYS[2], 'epoch', epoch, 'seq', new, 'owner', ARGV[5], 'fp', ARGV[6])
-redis.call('PEXPIRE', KEYS[2], ARGV[2])
-redis.call('PUBLISH', ARGV[7], ARGV[8] .. ' ' .. epoch .. ' ' .. new .. ' ' .. ARGV[5])
-return new
-""",
-    "check": _EPOCH
-    + """
-if epoch == ARGV[3] and r[2] and r[2] == ARGV[4] and r[3] == ARGV[5] then
-  redis.call('PEXPIRE', KEYS[2], ARGV[2])
-  return 1
-end
-return 0
-""",
-    "release": _EPOCH
-    + """
-if epoch == ARGV[3] and r[2] and r[2] == ARGV[4] and r[3] == ARGV[5] then
-  redis.call('DEL', KEYS[2])
-  return 1
-end
-return 0
-""",
-}
 
 
 @dataclass(slots=True)
@@ -293,7 +269,7 @@ class RedisDirectory:
                 f"{self.namespace!r}"
             )
         self.breaker = Breaker(self.settings.breaker_failures, self.settings.breaker_s)
-        self._scripts = {n: self.client.register_script(s) for n, s in _SCRIPTS.items()}
+        self._scripts = {n: self.client.register_script(s) for n, s in SCRIPTS.items()}
 
     @classmethod
     def connect(
@@ -346,6 +322,8 @@ class RedisDirectory:
             raise _Unavailable(sent=False)
         space = f"{{{self.namespace}}}"
         names = [f"{space}:meta", *(f"{space}:s:{key}" for key in keys)]
+        if name == "announce":
+            names = [f"{space}:members"]
         argv = [str(uuid.uuid4()), str(int(self.settings.record_s * 1000)), *args]
         tries = 1 if name in ("claim", "release") else 2
         began = time.perf_counter()
@@ -414,7 +392,9 @@ class RedisDirectory:
             logger.info("the KV directory begins anew: what was owned is stale")
         self._epoch = record.epoch
 
-    async def claim(self, key: str, seen: Record, owner: str, fingerprint: str) -> Claim:
+    async def claim(
+        self, key: str, seen: Record, owner: str, fingerprint: str, *, moved: bool = False
+    ) -> Claim:
         """See `Directory`. A lost reply is resolved by a lookup: am I the owner?"""
         try:
             new = await self._call(
@@ -426,6 +406,7 @@ class RedisDirectory:
                 fingerprint,
                 self.channel,
                 key,
+                str(int(moved)),
             )
         except _Stale:
             self.counters["claim_stale"] += 1
@@ -459,6 +440,17 @@ class RedisDirectory:
             await self._call("release", [key], mine.epoch, str(mine.sequence), mine.owner)
         except _Unavailable:
             logger.info("a conversation was not given up: no KV directory")
+
+    async def announce(self, owner: str, room: int | None) -> list[Member] | None:
+        """See `Directory`."""
+        for_ms = str(int(self.settings.member_s * 1000))
+        try:
+            text = await self._call(
+                "announce", [], owner, "" if room is None else str(room), for_ms
+            )
+            return _members(text)
+        except (_Unavailable, ValueError, TypeError, AttributeError):
+            return None
 
     async def moved(self) -> AsyncIterator[Moved | None]:
         """Claims of others as they come, for ever. Some may be missed; None: the connection was
@@ -505,6 +497,11 @@ def _records(text: str, count: int) -> list[Record]:
         sequence, owner, fp = line.split(" ")
         out.append(Record(epoch, int(sequence), owner, fp))
     return out
+
+
+def _members(text: str) -> list[Member]:
+    lines = (line.split(" ") for line in text.split("\n") if line)
+    return [Member(owner, int(room)) for owner, room in lines]
 
 
 def _moved(data: str | None) -> Moved | None:

@@ -107,17 +107,17 @@ class Fetcher:
         peer: Peer,
         key: str,
         record: Record,
-        token_ids: Sequence[int] | np.ndarray,
+        token_ids: Sequence[int] | np.ndarray | None,
         trace: str = "",
     ) -> Fetched:
-        """Bring what the peer holds of `token_ids` into the local store. Blocks. `trace`: of
-        `wire.Open`.
+        """Bring what the peer holds of `token_ids` into the local store; None: all, where there is
+        free memory for it, whether it pays or not. Blocks. `trace`: of `wire.Open`.
 
         Never raises for what a peer or a network can do; every outcome but hit means: compute.
         """
         check_address(peer.host, self.tls)
         began = self.clock()
-        if began < self._backoff.get(peer, 0.0):
+        if token_ids is not None and began < self._backoff.get(peer, 0.0):
             fetched = Fetched("backoff")
         else:
             fetched = self._try(peer, key, record, token_ids, trace)
@@ -136,7 +136,7 @@ class Fetcher:
         peer: Peer,
         key: str,
         record: Record,
-        token_ids: Sequence[int] | np.ndarray,
+        token_ids: Sequence[int] | np.ndarray | None,
         trace: str,
     ) -> Fetched:
         outcome: Outcome
@@ -169,7 +169,9 @@ class Fetcher:
         now = self.clock()
         return sum(now < until for until in list(self._backoff.values()))
 
-    def _connect(self, peer: Peer) -> wire.Link:
+    def connect(self, peer: Peer) -> wire.Link:
+        """A connection to the peer. Raises OSError; ConfigError for a foreign one without TLS."""
+        check_address(peer.host, self.tls)
         return wire.Link.connect(
             peer.host,
             peer.port,
@@ -184,12 +186,12 @@ class Fetcher:
         peer: Peer,
         key: str,
         record: Record,
-        token_ids: Sequence[int] | np.ndarray,
+        token_ids: Sequence[int] | np.ndarray | None,
         trace: str,
     ) -> Fetched:
         nonce = secrets.token_bytes(wire.NONCE_BYTES)
         began = time.perf_counter()
-        link = self._connect(peer)
+        link = self.connect(peer)
         try:
             link.send(
                 wire.Open(
@@ -202,7 +204,8 @@ class Fetcher:
                     trace,
                 )
             )
-            tokens = token_array(token_ids)  # while the owner makes the manifest
+            # While the owner makes the manifest.
+            tokens = None if token_ids is None else token_array(token_ids)
             opened = link.reply()
             self._note("open", time.perf_counter() - began)
             if isinstance(opened, wire.Refused):
@@ -218,13 +221,17 @@ class Fetcher:
             )
             if manifest.chunk_blocks != self.cache.settings.chunk_blocks:
                 raise _Refused("incompatible")
-            wanted, indices = shorten(manifest, tokens)
-            if wanted is None:
-                raise _Refused("miss")
-            if not self.worth_it(wanted, tokens):
-                raise _Refused("too_slow")
+            if tokens is None:
+                wanted, indices = manifest, list(range(len(manifest.all_chunks())))
+            else:
+                shorter, indices = shorten(manifest, tokens)
+                if shorter is None:
+                    raise _Refused("miss")
+                wanted = shorter
+                if not self.worth_it(wanted, tokens):
+                    raise _Refused("too_slow")
             transport = self.wrap(self._transport(peer, link, opened.token, manifest))
-            return self._take(link, transport, wanted, indices)
+            return self._take(link, transport, wanted, indices, only_free=tokens is None)
         finally:
             link.close()
 
@@ -244,7 +251,13 @@ class Fetcher:
         return TcpTransport(self.settings, link, lambda: self._join(peer, token))
 
     def _take(
-        self, link: wire.Link, transport: Transport, wanted: Manifest, indices: list[int]
+        self,
+        link: wire.Link,
+        transport: Transport,
+        wanted: Manifest,
+        indices: list[int],
+        *,
+        only_free: bool,
     ) -> Fetched:
         memory = self.cache.memory
         refs = wanted.all_chunks()
@@ -256,7 +269,7 @@ class Fetcher:
         known = [part for part in parts if isinstance(part, Chunk)]
         slots: list[int] = []
         try:
-            slots = memory.reserve(len(parts) - len(known))
+            slots = memory.reserve(len(parts) - len(known), only_free=only_free)
             free = iter(slots)
             parts = [part if isinstance(part, Chunk) else next(free) for part in parts]
             work = [
@@ -298,7 +311,7 @@ class Fetcher:
         return sorted(free)
 
     def _join(self, peer: Peer, token: bytes) -> wire.Link:
-        link = self._connect(peer)
+        link = self.connect(peer)
         try:
             link.send(wire.Join(wire.PROTOCOL, token))
             if not isinstance(link.reply(), wire.Joined):

@@ -1,10 +1,13 @@
 """One server among several: who has a conversation, bringing it here, saying that it is ours now.
 
-Owns: the order lookup - fetch - verify - run - claim, and the thread in which the directory is
-talked to. Knows nothing of: HTTP, scheduling, how bytes move.
+Owns: the order lookup - fetch - verify - run - claim, what is done when a server leaves, and the
+thread in which the directory is talked to. Knows nothing of: HTTP, scheduling, how bytes move.
 
 A claim comes after the fetch was verified and after this server stored a state of its own, so a
 fetch that fails leaves the old owner in place. Every fault means: compute.
+
+A server that leaves (`hand_over`) offers its conversations to those that have announced themselves;
+who takes one fetches it, verifies it and claims it as any other, but into free memory only.
 """
 
 from __future__ import annotations
@@ -22,10 +25,12 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from deepdraft.errors import ConfigError
+from deepdraft.kv import wire
 from deepdraft.kv.cache import KvCache
 from deepdraft.kv.costs import Costs
 from deepdraft.kv.directory import Directory, Record, RedisDirectory
 from deepdraft.kv.fetch import Fetched, Fetcher, Peer
+from deepdraft.kv.handover import HandOver, Offered, Report
 from deepdraft.kv.prefix import token_array
 from deepdraft.kv.settings import TransferSettings
 from deepdraft.kv.sidecar import Sidecar
@@ -37,6 +42,8 @@ logger = logging.getLogger(__name__)
 FetchRule = Literal["auto", "always", "never"]
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _OWNER = re.compile(r"([A-Za-z0-9_.-]{1,64})@(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.-]{1,253}):(\d{1,5})")
+_ANNOUNCEMENTS = 3
+"""Within the time after which a server that says nothing is taken for gone."""
 _T = TypeVar("_T")
 
 
@@ -102,6 +109,7 @@ class Fleet:
             fleet_key=fleet_key,
             settings=settings,
             still_mine=self._still_mine,
+            take=self._take,
             sidecar=sidecar,
         )
         self.fetcher = Fetcher(
@@ -117,8 +125,8 @@ class Fleet:
         self._make_directory = directory
         self._loop: asyncio.AbstractEventLoop
         self._thread: threading.Thread | None = None
-        self._listening: Future[None] | None = None
-        self._closed = False
+        self._tasks: list[Future[None]] = []
+        self._leaving = self._closed = False
 
     def start(self, host: str = "127.0.0.1", port: int = 0, advertise: str | None = None) -> int:
         """Listens for peers on `host`, which know this server as `advertise`. Returns the port.
@@ -134,7 +142,7 @@ class Fleet:
         self._thread = threading.Thread(target=self._run, name="deepdraft-kv-fleet", daemon=True)
         self._thread.start()
         self._call(self._open_directory())
-        self._listening = self._submit(self._listen())
+        self._tasks = [self._submit(self._listen()), self._submit(self._announce())]
         return port
 
     def close(self) -> None:
@@ -155,6 +163,100 @@ class Fleet:
         self.exporter.close()
         if self.sidecar is not None:
             self.sidecar.close()
+
+    def hand_over(self, deadline_s: float) -> Report:
+        """Gives what is owned here to peers, what was used last first, and takes nothing more.
+
+        Blocks, at most `deadline_s` and a little; never raises; a second call does nothing. What is
+        left is still owned.
+        """
+        again, self._leaving = self._leaving, True
+        if again or self._closed or self._thread is None or deadline_s <= 0:
+            return Report()
+        try:
+            return self._hand_over(deadline_s)
+        except Exception:
+            logger.exception("conversations could not be handed over")
+            return Report()
+
+    def _hand_over(self, deadline_s: float) -> Report:
+        assert self.directory is not None
+        self.flush()
+        others = self._call(self.directory.announce(self.owner, None))
+        if others is None:
+            logger.warning("the KV directory does not answer: no conversation is handed over")
+            return Report()
+        # Who has just come has most room, and will stay longest.
+        others.sort(key=lambda member: -member.room)
+        peers = [p for p in (peer_of(m.owner) for m in others) if p is not None]
+        memory, owned = self.cache.memory, []
+        for key, (epoch, sequence, number) in self.exporter.owned().items():
+            entry = memory.entries.get(number)
+            if entry is not None:
+                size = sum(c.length for c in entry.all_chunks())
+                owned.append((entry.last_used, Offered(key, epoch, sequence, size)))
+        owned.sort(key=lambda pair: -pair[0])
+        report = HandOver(
+            (offered for _, offered in owned),
+            peers,
+            connect=self._connect,
+            fingerprint=self.cache.expected,
+            deadline_s=deadline_s,
+            taken=lambda one: self.exporter.disown(one.key, one.epoch, one.sequence),
+        ).run()
+        self.counters.add("handed_over", report.moved)
+        self.counters.add("handed_over_bytes", report.num_bytes)
+        self.counters.add("hand_over_left", report.left)
+        logger.info(
+            "%d of %d conversations (%d MiB) were handed to %d peers in %.1f s, %d are left (%s)",
+            *(report.moved, report.offered, report.num_bytes >> 20, len(peers), report.seconds),
+            *(
+                report.left,
+                ", ".join(f"{n} {a}" for a, n in report.answers.items()) or "no answers",
+            ),
+        )
+        return report
+
+    def _connect(self, peer: Peer) -> wire.Link:
+        try:
+            return self.fetcher.connect(peer)
+        except ConfigError as error:
+            raise OSError(error.message) from None
+
+    def _take(self, offer: wire.Offer) -> str:
+        """A peer leaves and offers a conversation. How that ended, for `handover`; never raises."""
+        try:
+            return self._taken(offer)
+        except Exception:
+            logger.exception("a conversation that was offered could not be taken")
+            return "failed"
+
+    def _taken(self, offer: wire.Offer) -> str:
+        if self._leaving or self._closed:
+            return "leaving"
+        if offer.fingerprint != self.cache.expected:
+            return "incompatible"
+        if not self.cache.memory.num_unused:
+            return "full"
+        assert self.directory is not None
+        seen = self._call(self.directory.lookup(offer.key))
+        if seen is None:
+            return "unavailable"
+        peer = peer_of(seen.owner)
+        if (seen.epoch, seen.sequence) != (offer.epoch, offer.sequence) or peer is None:
+            return "stale"
+        fetched = self.fetcher.fetch(peer, offer.key, seen, None)
+        if fetched.entry is None:
+            return fetched.outcome
+        fp = self.cache.expected.hex()
+        claim = self._call(self.directory.claim(offer.key, seen, self.owner, fp, moved=True))
+        if claim.result != "ok":
+            self.cache.memory.supersede(fetched.entry)  # nobody will be sent here for it
+            return claim.result
+        record = Record(seen.epoch, claim.sequence, self.owner, fp)
+        self.exporter.own(offer.key, record, fetched.entry)
+        self.counters.add("taken_over")
+        return "taken"
 
     # ---- what requests call -----------------------------------------------------------------
 
@@ -301,11 +403,23 @@ class Fleet:
             elif moved.owner != self.owner:
                 self.exporter.disown(moved.key)
 
+    async def _announce(self) -> None:
+        """Says again and again that this server is there and how much room it has."""
+        assert self.directory is not None
+        memory, every_s = self.cache.memory, self.directory.settings.member_s / _ANNOUNCEMENTS
+        while not self._leaving:
+            room = memory.num_unused * memory.slab.slot_bytes
+            await self.directory.announce(self.owner, room)
+            await asyncio.sleep(every_s)
+
     async def _leave(self) -> None:
-        if self._listening is not None:
-            self._listening.cancel()
+        for task in self._tasks:
+            task.cancel()
         if self.directory is None:
             return
+        if not self._leaving:
+            await self.directory.announce(self.owner, None)
+        self._leaving = True
         for key, (epoch, sequence, _) in self.exporter.owned().items():
             record = Record(epoch, sequence, self.owner, self.cache.expected.hex())
             await self.directory.release(key, record)

@@ -128,8 +128,16 @@ class Store:
 
     # ---- room ------------------------------------------------------------------------------
 
-    def reserve(self, count: int) -> list[int]:
-        """`count` slots to write to, evicting where needed. Raises StoreFull; takes all or none.
+    @property
+    def num_unused(self) -> int:
+        """Slots that can be filled before anything is evicted."""
+        with self.lock:
+            most = int(self.settings.high_water * self.slab.num_slots)
+            return max(0, most - self.slab.num_slots + self.slab.num_free)
+
+    def reserve(self, count: int, *, only_free: bool = False) -> list[int]:
+        """`count` slots to write to, evicting where needed, unless `only_free`. Raises StoreFull;
+        takes all or none.
 
         Above the high-water mark entries are evicted down to the low one, by `trim` where that is
         called.
@@ -137,7 +145,10 @@ class Store:
         with self.lock:
             self.expire()
             total = self.slab.num_slots
-            if self.trimmed:
+            if only_free:
+                if count > self.num_unused:
+                    raise StoreFull(f"{count} slots of the KV store are needed unused")
+            elif self.trimmed:
                 self._evict(count)
             elif total - self.slab.num_free + count > self.settings.high_water * total:
                 self._evict(max(count, self._spare))

@@ -62,12 +62,14 @@ class Exporter:
         fleet_key: bytes | None = None,
         settings: TransferSettings | None = None,
         still_mine: Callable[[str, str, int], bool | None] = lambda key, epoch, sequence: None,
+        take: Callable[[wire.Offer], str] = lambda offer: "none",
         sidecar: Sidecar | None = None,
     ) -> None:
         """`still_mine(key, epoch, sequence)`: the directory says so; None: there is none now, and
-        what is here is served. `sidecar`: peers that have one too may read through it."""
+        what is here is served. `take` brings what a peer that leaves offers, and says how that
+        ended. `sidecar`: peers that have one too may read through it."""
         self.cache, self.tls, self.fleet_key = cache, tls, fleet_key
-        self.still_mine, self.sidecar = still_mine, sidecar
+        self.still_mine, self.take, self.sidecar = still_mine, take, sidecar
         self.settings = settings or TransferSettings()
         self.counters = Counters()
         self._lock = threading.Lock()
@@ -184,6 +186,9 @@ class Exporter:
                 if isinstance(first, wire.Join):
                     self._join(link, first)
                     return
+                if isinstance(first, wire.Offer):
+                    self._offered(link, first)
+                    return
                 reply, lease = self._open(first, peer)
                 if isinstance(first, wire.Open):
                     self._log(first, peer, reply)
@@ -241,6 +246,20 @@ class Exporter:
             return wire.Opened(head, self.cache.settings.lease_s, token, mac), lease.id
         finally:
             self.cache.memory.unpin(entry)
+
+    def _offered(self, link: wire.Link, request: wire.Request) -> None:
+        """Offers, one after the other, until the peer that leaves is gone."""
+        while isinstance(request, wire.Offer) and request.protocol == wire.PROTOCOL:
+            outcome = self.take(request)
+            self.counters.add(f"offer_{outcome}")
+            link.send(wire.Taken(outcome))
+            link.limit(self.cache.settings.max_lease_s)
+            try:
+                request = link.request()
+            except wire.Disconnected:
+                return
+            link.limit(self.settings.idle_s)
+        link.send(wire.Refused("bad"))
 
     @staticmethod
     def _log(request: wire.Open, peer: str, reply: wire.Reply) -> None:

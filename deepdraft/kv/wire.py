@@ -23,7 +23,7 @@ import msgspec
 from deepdraft.kv.errors import SnapshotError
 from deepdraft.kv.snapshot import HEAD_BYTES, MAX_MANIFEST_BYTES
 
-PROTOCOL = 4
+PROTOCOL = 5
 NONCE_BYTES = 16
 MAX_REQUEST_BYTES = 4096
 TRACE = re.compile(r"[A-Za-z0-9_.:/+=@-]{0,128}")
@@ -76,6 +76,17 @@ class Close(_Message, frozen=True, tag="close"):
     """I have read all I want. Was the lease valid throughout?"""
 
 
+class Offer(_Message, frozen=True, tag="offer"):
+    """I leave: fetch this conversation of mine, as the directory has it, and claim it. Answered
+    when that is done."""
+
+    protocol: int
+    fingerprint: bytes
+    key: str
+    epoch: str
+    sequence: int
+
+
 class Opened(_Message, frozen=True, tag="opened"):
     """The manifest, with its head; the lease ends after `lease_s` unless renewed."""
 
@@ -119,14 +130,20 @@ class Renewed(_Message, frozen=True, tag="renewed"):
     lease_s: float
 
 
+class Taken(_Message, frozen=True, tag="taken"):
+    """What became of an offer: `taken`, or why it was not."""
+
+    outcome: str
+
+
 class Closed(_Message, frozen=True, tag="closed"):
     """`valid` False: what was read must be thrown away."""
 
     valid: bool
 
 
-Request = Open | Join | Read | Locate | Renew | Close
-Reply = Opened | Joined | Refused | Data | Located | Renewed | Closed
+Request = Open | Join | Read | Locate | Renew | Close | Offer
+Reply = Opened | Joined | Refused | Data | Located | Renewed | Closed | Taken
 _ENCODER = msgspec.msgpack.Encoder()
 _REQUESTS = msgspec.msgpack.Decoder(Request)
 _REPLIES = msgspec.msgpack.Decoder(Reply)

@@ -29,6 +29,10 @@ _PLAIN = {
         "kv_fetches_unused_total",
         "Conversations that were fetched and dropped without a use.",
     ),
+    "handed_over": ("kv_handed_over_total", "Conversations that peers took when this server left."),
+    "handed_over_bytes": ("kv_handed_over_bytes_total", "Their bytes."),
+    "hand_over_left": ("kv_hand_over_left_total", "Those that nobody took in time."),
+    "taken_over": ("kv_taken_over_total", "Conversations taken from peers that left."),
     "directory_answers": ("kv_directory_answers_total", "Calls that the directory answered."),
     "directory_epoch_changes": (
         "kv_directory_epoch_changes_total",

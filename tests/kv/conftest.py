@@ -1,7 +1,7 @@
 """A tiny model and a cache over it: window 16, so that recomputing 8 layers' windows takes 121
 tokens, blocks of 8 tokens, chunks of 2 blocks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -10,8 +10,10 @@ from torch import Tensor
 
 from deepdraft.engine.runner import Runner
 from deepdraft.kv.cache import KvCache, Resumed
+from deepdraft.kv.directory import LocalDirectory
+from deepdraft.kv.fleet import Fleet
 from deepdraft.kv.layout import Layout
-from deepdraft.kv.settings import StoreSettings
+from deepdraft.kv.settings import StoreSettings, TransferSettings
 from deepdraft.kv.snapshot import fingerprint
 from deepdraft.models.deepseek_v41 import DeepseekV41
 from deepdraft.models.state import SequenceState
@@ -20,6 +22,8 @@ from deepdraft.proof.tiny import RandomWeights, tiny_args
 CONTEXT, SLACK = 512, 8
 FINGERPRINT = fingerprint({"model": "tiny", "numerics": "exact"})
 SETTINGS = StoreSettings(chunk_blocks=2, min_tokens=1)
+FAST = TransferSettings(connect_s=2, deadline_s=20, idle_s=1.0, backoff_s=0.05)
+MakeFleet = Callable[..., Fleet]
 ModelOf = Callable[[str], DeepseekV41]
 
 
@@ -42,6 +46,35 @@ def model_of() -> ModelOf:
 @pytest.fixture(scope="session")
 def model(model_of: ModelOf) -> DeepseekV41:
     return model_of("exact")
+
+
+@pytest.fixture
+def directory() -> LocalDirectory:
+    return LocalDirectory()
+
+
+@pytest.fixture
+def join(directory: LocalDirectory) -> Iterator[MakeFleet]:
+    """Servers that share one directory."""
+    fleets: list[Fleet] = []
+
+    def make(cache: KvCache, name: str, **options: Any) -> Fleet:
+        starts = options.pop("starts", True)
+        settings: Any = {"rule": "always", "settings": FAST, **options}
+        fleet = Fleet(cache, lambda: directory, name=name, **settings)
+        if starts:
+            fleet.start()
+            fleet.flush()  # it has announced itself
+        fleets.append(fleet)
+        return fleet
+
+    yield make
+    for fleet in fleets:
+        fleet.close()
+        fleet.cache.check()
+        fleet.cache.memory.check()
+        stats = fleet.cache.stats()
+        assert (stats["pins"], stats["leases"]) == (0, 0)
 
 
 def text(seed: int, n: int) -> list[int]:

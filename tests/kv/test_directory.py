@@ -25,6 +25,7 @@ from deepdraft.kv.directory import (
     Directory,
     DirectorySettings,
     LocalDirectory,
+    Member,
     Record,
     RedisDirectory,
     session_key,
@@ -204,12 +205,71 @@ def test_use_renews_a_record_and_a_wrong_check_does_not(run: Callable[[Use], Non
     run(use)
 
 
+def test_what_is_handed_on_can_be_claimed_as_before(run: Callable[[Use], None]) -> None:
+    """A -> B -> C hand it on while D computes a turn that began at A's record."""
+
+    async def use(d: Directory) -> None:
+        await d.claim(KEY, await seen(d), "A", "fp")
+        a = await seen(d)
+        assert (await d.claim(KEY, a, "B", "fp", moved=True)).result == "ok"
+        b = await seen(d)
+        assert b.owner == "B" and await d.check(KEY, b)
+        assert await d.check(KEY, a) is False
+        assert (await d.claim(KEY, b, "C", "fp", moved=True)).result == "ok"
+        assert (await d.claim(KEY, b, "B", "fp")).result == "stale", "B's own number is over"
+        assert (await d.claim(KEY, a, "D", "fp")).result == "ok"
+        assert (await d.claim(KEY, a, "E", "fp")).result == "stale", "the state is a newer one"
+        assert (await seen(d)).owner == "D"
+
+    run(use)
+
+
+def test_servers_announce_themselves(run: Callable[[Use], None]) -> None:
+    async def use(d: Directory) -> None:
+        assert await d.announce("a@h:1", 5) == []
+        assert await d.announce("b@h:2", 7 << 30) == [Member("a@h:1", 5)]
+        assert await d.announce("a@h:1", 6) == [Member("b@h:2", 7 << 30)]
+        assert await d.announce("a@h:1", None) == [Member("b@h:2", 7 << 30)]
+        assert await d.announce("b@h:2", 1) == []
+
+    run(use)
+
+
+def test_who_is_silent_is_gone() -> None:
+    now = 0.0
+    d = LocalDirectory(DirectorySettings(member_s=10), clock=lambda: now)
+
+    async def use() -> None:
+        nonlocal now
+        await d.announce("a@h:1", 5)
+        now = 9.0
+        assert await d.announce("b@h:2", 5) == [Member("a@h:1", 5)]
+        now = 11.0
+        assert await d.announce("c@h:3", 5) == [Member("b@h:2", 5)]
+
+    asyncio.run(use())
+
+
 def test_conversations_are_apart(run: Callable[[Use], None]) -> None:
     async def use(d: Directory) -> None:
         await d.claim(KEY, await seen(d), "A", "fp")
         assert (await seen(d, "b" * 64)).sequence == 0
 
     run(use)
+
+
+@needs_redis
+def test_who_is_silent_is_gone_from_redis(server: RealRedis) -> None:
+    server.start()
+    server.cli("HSET", "{t}:members", "a@h:1", "1 5")  # until a millisecond after 1970 began
+    server.cli("HSET", "{t}:members", "b@h:2", "99999999999999 5")
+    server.cli("HSET", "{t}:members", "c@h:3", "nonsense")
+
+    async def use(d: RedisDirectory) -> None:
+        assert await d.announce("d@h:4", 1) == [Member("b@h:2", 5)]
+
+    with_redis(server, use)
+    assert set(server.cli("HKEYS", "{t}:members")) == {"b@h:2", "d@h:4"}
 
 
 # ---- Redis at its worst --------------------------------------------------------------------

@@ -4,54 +4,23 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deepdraft.errors import ConfigError
-from deepdraft.kv.cache import KvCache
 from deepdraft.kv.costs import Costs
 from deepdraft.kv.directory import Claim, LocalDirectory, Record
 from deepdraft.kv.fleet import Fleet, Session, owner_of, peer_of
 from deepdraft.kv.fleet_files import FleetFiles, init_fleet, load_fleet
-from deepdraft.kv.settings import TransferSettings
 from deepdraft.kv.store import EntryState
 from deepdraft.models.deepseek_v41 import DeepseekV41
-from tests.kv.conftest import FINGERPRINT, Served, text
+from tests.kv.conftest import FAST, FINGERPRINT, MakeFleet, Served, text
 from tests.kv.test_exact import both
 from tests.kv.test_faults import Kept
 
 KEY = "c" * 64
-FAST = TransferSettings(connect_s=2, deadline_s=20, idle_s=1.0, backoff_s=0.05)
-MakeFleet = Callable[..., Fleet]
-
-
-@pytest.fixture
-def directory() -> LocalDirectory:
-    return LocalDirectory()
-
-
-@pytest.fixture
-def join(directory: LocalDirectory) -> Iterator[MakeFleet]:
-    """Servers that share one directory."""
-    fleets: list[Fleet] = []
-
-    def make(cache: KvCache, name: str, **options: Any) -> Fleet:
-        settings: Any = {"rule": "always", "settings": FAST, **options}
-        fleet = Fleet(cache, lambda: directory, name=name, **settings)
-        fleet.start()
-        fleets.append(fleet)
-        return fleet
-
-    yield make
-    for fleet in fleets:
-        fleet.close()
-        fleet.cache.check()
-        fleet.cache.memory.check()
-        stats = fleet.cache.stats()
-        assert (stats["pins"], stats["leases"]) == (0, 0)
 
 
 class Server:

@@ -38,6 +38,7 @@ class ClaimMachine(RuleBasedStateMachine):
         """Everything is lost, the epoch with it."""
         self.directory = LocalDirectory(DirectorySettings(record_s=10), clock=lambda: self.now)
         self.model.clear()
+        self.state_of: dict[str, int] = {}
         self.highest = 0
 
     @rule(seconds=st.sampled_from([0.5, 4.0, 11.0]))
@@ -56,17 +57,20 @@ class ClaimMachine(RuleBasedStateMachine):
             self.model[key] = (found, self.now + 10)
         return key, found
 
-    @rule(target=records, seen=records, server=SERVERS)
-    def claim(self, seen: tuple[str, Record], server: str) -> tuple[str, Record]:
+    @rule(target=records, seen=records, server=SERVERS, moved=st.booleans())
+    def claim(self, seen: tuple[str, Record], server: str, moved: bool) -> tuple[str, Record]:
+        """By `moved` the state stays, and who saw it before may still claim."""
         key, record = seen
         now = self.live(key)
-        claim: Claim = self.run(self.directory.claim(key, record, server, "fp"))
-        fits = (now.epoch, now.sequence) == (record.epoch, record.sequence)
+        claim: Claim = self.run(self.directory.claim(key, record, server, "fp", moved=moved))
+        state = self.state_of.get(key, 0) if now.sequence else 0
+        fits = now.epoch == record.epoch and record.sequence in (now.sequence, state)
         assert claim.result == ("ok" if fits else "stale")
         if not fits:
             return seen
         assert claim.sequence > self.highest, "a sequence came back within an epoch"
         self.highest = claim.sequence
+        self.state_of[key] = state if moved else claim.sequence
         mine = Record(self.directory.epoch, claim.sequence, server, "fp")
         self.model[key] = (mine, self.now + 10)
         return key, mine
