@@ -342,6 +342,41 @@ def test_two_servers_and_a_real_redis(make_peer: MakePeer, tmp_path: Path) -> No
 
 
 @needs_redis
+def test_a_server_that_stops_leaves_its_conversations(make_peer: MakePeer, tmp_path: Path) -> None:
+    """Three conversations on one server; it stops; the other one goes on with them from its own
+    memory, with the answers of a server without a cache."""
+    server = RealRedis(tmp_path)
+    server.start()
+    plain = make_peer(kv_memory=0)
+    try:
+        leaving, staying = (
+            make_peer(fleet={"directory": server.url, "name": f"n{i}", "fetch": "never"})
+            for i in range(2)
+        )
+        wait = threading.Event()
+        while server.cli("HLEN", f"{{{space_of(leaving)}}}:members") != 2:
+            wait.wait(0.01)
+        said = {
+            f"s{i}": [{"role": "user", "content": f"Tell me about number {i} at some length."}]
+            for i in range(3)
+        }
+        said = {session: turns(leaving, messages, session) for session, messages in said.items()}
+        leaving.close()
+        assert staying.stats()["kv_taken_over"] == 3
+        for session, messages in said.items():
+            warm = ask(staying, messages, session)
+            assert told(warm)[0] == told(ask(plain, messages))[0]
+            details = warm.json()["usage"]["prompt_tokens_details"]
+            assert details["cache_source"] == "peer" and details["cached_tokens"] > 32
+    finally:
+        server.stop()
+
+
+def space_of(peer: Peer) -> str:
+    return peer.service.fleet.directory.namespace  # type: ignore[union-attr]
+
+
+@needs_redis
 def test_a_tenant_never_gets_anothers_session(make_peer: MakePeer, tmp_path: Path) -> None:
     server = RealRedis(tmp_path)
     server.start()
