@@ -1,0 +1,747 @@
+"""Requests among engines that die, hang, leave and repeat themselves: no token is lost, doubled or
+another's, and every request ends once. Without Ray, sockets and threads."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from deepdraft.errors import DeepdraftError, Overloaded
+from deepdraft.server.fleet_flights import Seat
+from deepdraft.server.fleet_router import MOST_LOSSES, Router
+from deepdraft.server.fleet_wire import (
+    Accepted,
+    Ask,
+    Beat,
+    Cancel,
+    Event,
+    Events,
+    Identity,
+    Load,
+    Submit,
+    ToEngine,
+    refusal,
+)
+from deepdraft.types import (
+    CacheUse,
+    DecodeStats,
+    GenerateRequest,
+    PromptProgress,
+    SamplingParams,
+    SpeculationParams,
+    TokenEvent,
+)
+
+IDENTITY = Identity(
+    label="",
+    incarnation="",
+    version="1",
+    fingerprint="fp_a",
+    tokenizer="t",
+    names=("m",),
+    family="v4.1",
+    vocab_size=1000,
+    max_tokens=4096,
+    eos_token_id=1,
+    bos_token_id=0,
+    more_end_ids=(),
+    created=0,
+    defaults={},
+    drafts=0,
+    rule="coupled",
+)
+
+
+def token_at(prompt: Sequence[int], position: int) -> int:
+    """What every engine chooses there."""
+    return (31 * sum(prompt) + 7 * position) % 997
+
+
+class FakeEngine:
+    """An engine that does what a test says, and its connection."""
+
+    def __init__(self, name: str, fingerprint: str = "fp_a", room: int = 100) -> None:
+        identity = {"label": name, "incarnation": name, "fingerprint": fingerprint}
+        fields = {n: getattr(IDENTITY, n) for n in Identity.__struct_fields__}
+        self.seat = Seat(Identity(**{**fields, **identity}), self.take, self.cut)
+        self.inbox: list[ToEngine] = []
+        self.asks: dict[str, Ask] = {}
+        self.standing: dict[str, list[int]] = {}
+        self.closed = False
+        self.room = room
+        self.last: dict[str, Event] = {}
+
+    def take(self, message: ToEngine) -> None:
+        self.inbox.append(message)
+
+    def cut(self) -> None:
+        self.closed = True
+
+    def read(self, router: Router) -> None:
+        """Looks at what has come, and answers."""
+        inbox, self.inbox = self.inbox, []
+        for message in inbox:
+            if isinstance(message, Cancel):
+                for id in message.ids:
+                    self.asks.pop(id, None)
+            elif isinstance(message, Submit):
+                ids = tuple(a.id for a in message.asks)
+                if len(self.asks) + len(ids) > self.room:
+                    router.hear(self.seat, refusal(ids, Overloaded("the queue is full")))
+                    continue
+                self.asks |= {a.id: a for a in message.asks}
+                self.standing |= {a.id: list(a.generated_ids) for a in message.asks}
+                router.hear(self.seat, Accepted(ids))
+
+    def step(self, router: Router, num: int = 1, **fields: Any) -> None:
+        """Up to `num` tokens for each request, all in one message."""
+        events = [self.advance(id, num, **fields) for id in list(self.asks)]
+        if events:
+            router.hear(self.seat, Events(tuple(events)))
+
+    def advance(self, id: str, num: int, **fields: Any) -> Event:
+        ask, so_far = self.asks[id], self.standing[id]
+        at, n = len(so_far), len(ask.prompt_ids)
+        new = [token_at(ask.prompt_ids, n + i) for i in range(at, at + num)]
+        new = new[: ask.max_new_tokens - at]
+        so_far += new
+        reason = "length" if len(so_far) == ask.max_new_tokens else None
+        if reason:
+            del self.asks[id]
+        self.last[id] = Event(id=id, at=at, token_ids=tuple(new), finish_reason=reason, **fields)
+        return self.last[id]
+
+    def end(self, router: Router, reason: Any, **fields: Any) -> None:
+        """Every request ends here without being finished."""
+        events = [Event(id, len(self.standing[id]), finish_reason=reason, **fields)
+                  for id in self.asks]  # fmt: skip
+        self.asks.clear()
+        router.hear(self.seat, Events(tuple(events)))
+
+    def beat(self, router: Router, state: str = "ready", **load: Any) -> None:
+        router.hear(self.seat, Beat(state, Load(**load)))
+
+
+@dataclass
+class Client:
+    """Reads the events of one job."""
+
+    requests: list[GenerateRequest]
+    streamed: bool = True
+    opened: list[DeepdraftError | Seat] = field(default_factory=list)
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    ends: dict[str, TokenEvent] = field(default_factory=dict)
+    events: list[TokenEvent] = field(default_factory=list)
+    cancelled: bool = False
+
+    def take(self, event: TokenEvent) -> None:
+        id = event.request_id
+        assert id not in self.ends, "an event behind the last one"
+        assert self.opened, "an event before the request was taken"
+        self.events.append(event)
+        self.tokens.setdefault(id, []).extend(event.token_ids)
+        if event.finish_reason is not None:
+            self.ends[id] = event
+
+    def open(self, error: DeepdraftError | None, seat: Seat | None) -> None:
+        assert not self.opened
+        answer = error or seat
+        assert answer is not None
+        self.opened.append(answer)
+
+    @property
+    def over(self) -> bool:
+        refused = bool(self.opened) and isinstance(self.opened[0], DeepdraftError)
+        return refused or self.cancelled or len(self.ends) == len(self.requests)
+
+    def reason(self) -> str | None:
+        [event] = self.ends.values()
+        return event.finish_reason
+
+    def error(self) -> str:
+        [event] = self.ends.values()
+        assert event.finish_reason == "error"
+        return event.error or ""
+
+
+class World:
+    """A router, a clock, engines and clients."""
+
+    def __init__(self, *, resume: bool = True, engines: int = 2, seed: int = 0) -> None:
+        self.now = 100.0
+        self.router = Router(
+            resume=resume,
+            quiet_s=5.0,
+            hang_s=60.0,
+            patience_s=30.0,
+            clock=lambda: self.now,
+            chance=random.Random(seed),
+        )
+        self.engines: list[FakeEngine] = []
+        self.clients: list[Client] = []
+        self.numbers = 0
+        for _ in range(engines):
+            self.add()
+
+    def add(self, **options: Any) -> FakeEngine:
+        self.numbers += 1
+        engine = FakeEngine(f"e{self.numbers}", **options)
+        self.engines.append(engine)
+        self.router.join(engine.seat)
+        return engine
+
+    def ask(self, *, n: int = 1, length: int = 6, streamed: bool = True, **fields: Any) -> Client:
+        self.numbers += 1
+        fields.setdefault("sampling", SamplingParams(temperature=0.0))
+        requests = [
+            GenerateRequest(
+                request_id=f"r{self.numbers}-{i}",
+                prompt_ids=(self.numbers, i + 1),
+                max_new_tokens=length,
+                **fields,
+            )
+            for i in range(n)
+        ]
+        client = Client(requests, streamed)
+        self.clients.append(client)
+        self.router.submit(requests, client.take, client.open, kin=IDENTITY.kin, streamed=streamed)
+        return client
+
+    def read(self) -> None:
+        for engine in self.engines:
+            engine.read(self.router)
+
+    def die(self, engine: FakeEngine) -> None:
+        self.engines.remove(engine)
+        self.router.leave(engine.seat, "has died")
+
+    def pass_time(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            self.now = min(until, self.now + 1.0)
+            self.router.tick()
+
+    def on(self, client: Client) -> FakeEngine:
+        """Where a client's only request is."""
+        [engine] = [
+            e
+            for e in self.engines
+            if any(f.source is client.requests[0] for f in e.seat.flights.values())
+        ]
+        return engine
+
+    def finish(self) -> None:
+        for _ in range(20):
+            self.read()
+            for engine in self.engines:
+                engine.step(self.router, 3)
+        self.router.check()
+
+    def check_text(self, client: Client) -> None:
+        """What a client has is what it should have, as far as it goes."""
+        for request in client.requests:
+            got = client.tokens.get(request.request_id, [])
+            n = len(request.prompt_ids)
+            assert got == [token_at(request.prompt_ids, n + i) for i in range(len(got))]
+            end = client.ends.get(request.request_id)
+            if end is not None and end.finish_reason == "length":
+                assert len(got) == request.max_new_tokens
+
+
+def test_a_request_runs_and_ends() -> None:
+    world = World()
+    client = world.ask(n=3)
+    assert not client.opened
+    world.finish()
+    assert isinstance(client.opened[0], Seat)
+    assert [e.finish_reason for e in client.ends.values()] == ["length"] * 3
+    world.check_text(client)
+    assert world.router.num_flights == 0
+
+
+def test_one_that_dies_before_the_first_token_costs_nothing() -> None:
+    for resume in (False, True):
+        world = World(resume=resume)
+        before, after = world.ask(), world.ask()
+        world.read()
+        first = world.on(after)
+        world.die(first)  # some taken, without a token
+        world.die(world.engines[0])
+        world.add()
+        world.finish()
+        for client in (before, after):
+            assert client.reason() == "length"
+            world.check_text(client)
+        assert world.router.counters.get("retried") >= 2
+
+
+def test_one_that_dies_before_it_answers() -> None:
+    world = World()
+    client = world.ask(n=2)
+    [taker] = [e for e in world.engines if e.inbox]
+    world.die(taker)
+    assert not client.opened
+    world.finish()
+    assert client.over and not any(e.error for e in client.ends.values())
+    world.check_text(client)
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize("resume", [True, False])
+def test_one_that_dies_in_the_middle(resume: bool, streamed: bool) -> None:
+    world = World(resume=resume)
+    client = world.ask(streamed=streamed)
+    world.read()
+    engine = world.on(client)
+    engine.step(world.router, 2)
+    world.die(engine)
+    world.finish()
+    world.check_text(client)
+    if resume or not streamed:
+        assert client.reason() == "length" and world.router.counters.get("resumed") == 1
+    else:
+        assert "in the middle of its answer" in client.error()
+        assert len(client.tokens[client.requests[0].request_id]) == 2
+
+
+def test_what_is_drawn_by_another_rule_is_not_resumed_but_cut() -> None:
+    world = World()
+    sampled = SamplingParams(temperature=1.0, seed=3)
+    block = {"speculation": SpeculationParams(rule="block"), "sampling": sampled}
+    clients = [world.ask(**block), world.ask(sampling=sampled), world.ask(streamed=False, **block)]
+    world.read()
+    for engine in list(world.engines):
+        engine.step(world.router, 2)
+        world.add()
+        world.die(engine)
+    world.finish()
+    assert "cannot be taken up" in clients[0].error()
+    assert [c.reason() for c in clients[1:]] == ["length", "length"]
+
+
+def test_a_deterministic_rule_counts_though_it_is_the_engines_own() -> None:
+    world = World(engines=0)
+    engine = FakeEngine("e")
+    identity = replace_struct(engine.seat.identity, rule="token")
+    engine.seat.identity = identity
+    world.engines.append(engine)
+    world.router.join(engine.seat)
+    client = Client(
+        [GenerateRequest(request_id="r", prompt_ids=(1,), sampling=SamplingParams(seed=1))]
+    )
+    world.router.submit(client.requests, client.take, client.open, kin=identity.kin, streamed=True)
+    world.read()
+    engine.step(world.router)
+    world.die(engine)
+    assert "cannot be taken up" in client.error()
+
+
+def replace_struct(identity: Identity, **changes: Any) -> Identity:
+    return Identity(**{n: getattr(identity, n) for n in Identity.__struct_fields__} | changes)
+
+
+def test_events_that_come_twice_or_late_are_nobodys() -> None:
+    world = World()
+    client = world.ask()
+    world.read()
+    engine = world.on(client)
+    engine.step(world.router, 2)
+    [again] = engine.last.values()
+    world.router.hear(engine.seat, Events((again,)))
+    world.check_text(client)
+    world.die(engine)
+    engine.step(world.router, 2)  # it woke up, and does not know
+    world.router.hear(engine.seat, Events((again,)))
+    world.finish()
+    assert client.reason() == "length"
+    world.check_text(client)
+
+
+def test_an_answer_with_a_hole_is_not_shown() -> None:
+    world = World()
+    client = world.ask()
+    world.read()
+    engine = world.on(client)
+    engine.advance(next(iter(engine.asks)), 2)  # lost on its way
+    engine.step(world.router, 1)
+    assert engine.closed
+    world.engines.remove(engine)
+    world.finish()
+    assert client.reason() == "length"
+    world.check_text(client)
+
+
+def test_one_that_is_silent_is_left_and_what_it_says_later_is_dropped() -> None:
+    world = World()
+    begun, fresh = world.ask(), world.ask()
+    world.read()
+    silent = world.on(begun)
+    silent.step(world.router, 2)
+    other = next(e for e in world.engines if e is not silent)
+    for _ in range(7):
+        world.pass_time(1.0)
+        other.beat(world.router)
+    assert silent.seat.state == "quiet" and not silent.closed
+    assert world.ask() and world.ask() and not silent.seat.flights
+    late = list(silent.asks)
+    silent.step(world.router, 1)  # it wakes up, and has not read the cancels yet
+    assert silent.seat.state == "ready" and world.router.counters.get("late") == len(late)
+    world.finish()
+    for client in (begun, fresh):
+        assert client.reason() == "length"
+        world.check_text(client)
+
+
+def test_without_resume_a_stream_waits_for_the_silent_one_until_it_is_given_up() -> None:
+    world = World(resume=False)
+    begun = world.ask()
+    world.read()
+    silent = world.on(begun)
+    silent.step(world.router, 2)
+    other = next(e for e in world.engines if e is not silent)
+    for _ in range(30):
+        world.pass_time(1.0)
+        other.beat(world.router)
+    assert not begun.over
+    silent.step(world.router, 1)
+    assert silent.seat.state == "ready" and len(begun.tokens["r3-0"]) == 3
+    for _ in range(61):
+        world.pass_time(1.0)
+        other.beat(world.router)
+    assert silent.closed and "has not answered" in begun.error()
+
+
+def test_a_pause_of_the_front_itself_is_no_silence() -> None:
+    world = World()
+    client = world.ask()
+    world.read()
+    world.now += 1000.0
+    world.router.tick()
+    assert len(world.router.seats) == 2
+    world.finish()
+    assert client.reason() == "length"
+
+
+def test_a_full_fleet_refuses_and_a_moved_request_waits_for_room() -> None:
+    world = World(engines=0)
+    a, b = world.add(room=1), world.add(room=1)
+    first, second = world.ask(), world.ask()
+    world.read()
+    world.read()
+    third = world.ask()
+    world.read()
+    world.read()
+    assert isinstance(third.opened[0], Overloaded | DeepdraftError)
+    assert getattr(third.opened[0], "http_status", 0) == 503
+    a.step(world.router, 1)
+    world.die(a)
+    world.read()
+    assert world.router.num_homeless == 1, "the other one is full"
+    b.step(world.router, 10)
+    world.pass_time(1.0)
+    world.finish()
+    for client in (first, second):
+        assert client.reason() == "length"
+        world.check_text(client)
+
+
+def test_all_gone() -> None:
+    world = World()
+    client = world.ask()
+    world.read()
+    world.on(client).step(world.router, 1)
+    for engine in list(world.engines):
+        world.die(engine)
+    refused = world.ask()
+    assert getattr(refused.opened[0], "http_status", 0) == 503
+    world.pass_time(20.0)
+    assert not client.over
+    world.pass_time(11.0)
+    assert "no replica" in client.error() and world.router.num_flights == 0
+
+
+def test_a_request_that_comes_back_in_time_goes_on() -> None:
+    world = World(engines=1)
+    client = world.ask(deadline_s=50.0)
+    world.read()
+    world.engines[0].step(world.router, 1)
+    world.die(world.engines[0])
+    world.pass_time(20.0)
+    engine = world.add()
+    engine.read(world.router)
+    [ask] = engine.asks.values()
+    assert ask.deadline_s == pytest.approx(30.0) and len(ask.generated_ids) == 1
+    world.finish()
+    assert client.reason() == "length"
+
+
+def test_a_request_whose_time_is_up_while_it_waits() -> None:
+    world = World(engines=1)
+    client = world.ask(deadline_s=5.0)
+    world.read()
+    world.die(world.engines[0])
+    world.pass_time(6.0)
+    assert client.reason() == "timeout"
+
+
+def test_a_request_that_kills_its_engines_is_not_passed_on_for_ever() -> None:
+    world = World(engines=5)
+    client = world.ask()
+    for _ in range(MOST_LOSSES):
+        world.read()
+        world.die(world.on(client))
+    assert f"{MOST_LOSSES} replicas were lost" in client.error()
+    assert len(world.engines) == 5 - MOST_LOSSES
+
+
+def test_cancelled_while_it_moves_and_while_it_waits() -> None:
+    world = World(engines=1)
+    client = world.ask()
+    world.read()
+    world.die(world.engines[0])
+    world.router.cancel("r2-0")
+    assert client.reason() == "abort" and world.router.num_flights == 0
+    engine = world.add()
+    early = world.ask()
+    world.router.cancel(early.requests[0].request_id)
+    assert isinstance(early.opened[0], Overloaded) and not early.ends
+    world.finish()
+    assert not engine.asks
+
+
+def test_one_that_leaves_gives_back_what_it_has() -> None:
+    world = World()
+    begun, fresh = world.ask(), world.ask()
+    world.read()
+    leaving = world.on(begun)
+    leaving.step(world.router, 2)
+    leaving.beat(world.router, "draining")
+    more = [world.ask() for _ in range(4)]
+    world.read()
+    assert all(world.on(c) is not leaving for c in more)
+    leaving.end(world.router, "abort")
+    world.finish()
+    for client in (begun, fresh, *more):
+        assert client.reason() == "length"
+        world.check_text(client)
+
+
+def test_a_last_one_that_leaves_does_not_hold_streams_for_long() -> None:
+    world = World(engines=1)
+    client = world.ask()
+    world.read()
+    world.engines[0].step(world.router, 2)
+    world.engines[0].beat(world.router, "draining")
+    world.engines[0].end(world.router, "abort")
+    for _ in range(6):
+        world.engines[0].beat(world.router, "draining")
+        world.pass_time(1.0)
+    assert "no replica" in client.error()
+
+
+def test_a_failure_of_a_request_is_tried_once_more_elsewhere() -> None:
+    world = World(engines=3)
+    client = world.ask()
+    world.read()
+    first = world.on(client)
+    first.end(world.router, "error", error="the model failed at position 2")
+    assert not client.over
+    world.read()
+    assert world.on(client) is not first
+    world.on(client).end(world.router, "error", error="the model failed at position 2")
+    assert "position 2" in client.error()
+    faulty = world.ask()
+    world.read()
+    world.on(faulty).end(world.router, "error", error="no token is allowed", at_fault=True)
+    assert faulty.ends["r5-0"].at_fault
+
+
+def test_a_failed_engine_is_left() -> None:
+    world = World()
+    clients = [world.ask() for _ in range(4)]
+    world.read()
+    failed = world.engines[0]
+    failed.step(world.router, 1)
+    failed.end(world.router, "error", error="the engine has stopped", lost=True)
+    failed.beat(world.router, "failed")
+    assert failed.closed and failed.seat not in world.router.seats
+    world.engines.remove(failed)
+    world.finish()
+    assert all(c.reason() == "length" for c in clients)
+
+
+def test_another_fingerprint_takes_new_requests_but_no_begun_ones() -> None:
+    world = World(engines=0)
+    old = world.add()
+    begun, fresh = world.ask(), world.ask()
+    old.read(world.router)
+    old.step(world.router, 0)
+    id = next(a for a, f in old.seat.flights.items() if f.source is begun.requests[0])
+    world.router.hear(old.seat, Events((old.advance(id, 2),)))
+    new = world.add(fingerprint="fp_b")
+    world.die(old)
+    new.read(world.router)
+    assert [a.prompt_ids for a in new.asks.values()] == [fresh.requests[0].prompt_ids]
+    world.pass_time(31.0)
+    assert "no replica" in begun.error()
+
+
+def test_usage_steps_and_statistics_of_an_answer_that_moved() -> None:
+    world = World()
+    client = world.ask(length=4)
+    world.read()
+    stats = DecodeStats(
+        rule="coupled", steps=2, drafted_steps=1, drafts=3, verified=3, accepted=1,
+        histogram=(1, 1), average_iteration_ms=10.0, average_accept_length=1.5,
+    )  # fmt: skip
+    first = CacheUse(num_tokens=5, source="host", provenance="exact")
+    engine = world.on(client)
+    engine.step(world.router, 2, stats=stats, cached=first)
+    world.die(engine)
+    world.read()
+    second = world.on(client)
+    id = next(iter(second.asks))
+    progress = PromptProgress(done=1, total=2, tokens_per_second=1.0, seconds_left=1.0)
+    world.router.hear(second.seat, Events((Event(id, 2, progress=progress),)))
+    second.step(world.router, 2, stats=stats, cached=replace(first, num_tokens=9))
+    assert [e.cached and e.cached.num_tokens for e in client.events] == [5, None]
+    last = client.events[-1].stats
+    assert last is not None and (last.steps, last.accepted, last.histogram) == (4, 2, (2, 2))
+
+
+def test_requests_go_where_there_is_least_to_do() -> None:
+    world = World(engines=3)
+    for engine, waiting in zip(world.engines, (0, 5000, 9000), strict=True):
+        engine.beat(world.router, running=1, free=8, to_read=waiting, prompt_us=500.0, row_us=9e3)
+    for _ in range(12):
+        world.ask(length=1)
+    world.read()
+    assert [len(e.asks) for e in world.engines][2] == 0, "of two the worse one never"
+    assert len(world.engines[0].asks) > len(world.engines[1].asks)
+
+
+def test_idle_engines_share_alike() -> None:
+    world = World(engines=3)
+    for _ in range(300):
+        world.ask(length=1)
+        world.finish_quickly()
+    shares = [e.seat.num_placed for e in world.engines]
+    assert max(shares) - min(shares) <= 0.15 * 100
+
+
+def _finish_quickly(self: World) -> None:
+    self.read()
+    for engine in self.engines:
+        engine.step(self.router, 10)
+
+
+World.finish_quickly = _finish_quickly  # type: ignore[attr-defined]
+
+
+class Faults(RuleBasedStateMachine):
+    """Anything in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(resume=True, engines=2)
+
+    def engine(self, data: Any) -> FakeEngine:
+        return data.draw(st.sampled_from(self.world.engines))
+
+    has_engines = precondition(lambda self: bool(self.world.engines))
+
+    @rule(n=st.integers(1, 3), length=st.integers(1, 6), streamed=st.booleans(), rule=st.booleans())
+    def ask(self, n: int, length: int, streamed: bool, rule: bool) -> None:
+        sampling = SamplingParams(temperature=1.0) if rule else SamplingParams(temperature=0.0)
+        speculation = SpeculationParams(rule="token" if rule else None)
+        fields = {"sampling": sampling, "speculation": speculation}
+        self.world.ask(n=n, length=length, streamed=streamed, **fields)
+
+    @precondition(lambda self: len(self.world.engines) < 4)
+    @rule(room=st.integers(1, 9), other=st.booleans())
+    def join(self, room: int, other: bool) -> None:
+        self.world.add(room=room, fingerprint="fp_b" if other else "fp_a")
+
+    @has_engines
+    @rule(data=st.data())
+    def read(self, data: Any) -> None:
+        self.engine(data).read(self.world.router)
+
+    @has_engines
+    @rule(data=st.data(), num=st.integers(1, 3))
+    def step(self, data: Any, num: int) -> None:
+        self.engine(data).step(self.world.router, num)
+
+    @has_engines
+    @rule(data=st.data())
+    def repeat(self, data: Any) -> None:
+        engine = self.engine(data)
+        for event in engine.last.values():
+            self.world.router.hear(engine.seat, Events((event,)))
+
+    @has_engines
+    @rule(data=st.data())
+    def lose_an_event(self, data: Any) -> None:
+        engine = self.engine(data)
+        for id in list(engine.asks)[:1]:
+            engine.advance(id, 1)
+
+    @has_engines
+    @rule(data=st.data())
+    def die(self, data: Any) -> None:
+        self.world.die(self.engine(data))
+
+    @has_engines
+    @rule(data=st.data(), state=st.sampled_from(["ready", "draining", "failed"]))
+    def beat(self, data: Any, state: str) -> None:
+        self.engine(data).beat(self.world.router, state)
+
+    @has_engines
+    @rule(data=st.data(), reason=st.sampled_from(["abort", "error"]), lost=st.booleans())
+    def end(self, data: Any, reason: str, lost: bool) -> None:
+        self.engine(data).end(self.world.router, reason, lost=lost, error="it failed")
+
+    @rule(seconds=st.sampled_from([1.0, 6.0, 70.0]))
+    def silence(self, seconds: float) -> None:
+        self.world.pass_time(seconds)
+
+    @rule(data=st.data())
+    def cancel(self, data: Any) -> None:
+        going = [c for c in self.world.clients if not c.over]
+        if going:
+            client = data.draw(st.sampled_from(going))
+            for request in client.requests:
+                self.world.router.cancel(request.request_id)
+            client.cancelled = True
+
+    @invariant()
+    def nothing_is_wrong(self) -> None:
+        self.world.engines = [e for e in self.world.engines if not e.closed]
+        self.world.router.check()
+        for client in self.world.clients:
+            self.world.check_text(client)
+
+    def teardown(self) -> None:
+        for fingerprint in ("fp_a", "fp_b"):
+            self.world.add(fingerprint=fingerprint)
+        for _ in range(12):
+            self.world.finish()
+            self.world.pass_time(1.0)
+            for engine in self.world.engines:
+                engine.beat(self.world.router)
+        for _ in range(40):
+            self.world.pass_time(1.0)
+            self.nothing_is_wrong()
+        self.world.finish()
+        self.nothing_is_wrong()
+        assert self.world.router.num_flights == 0
+        assert all(c.over for c in self.world.clients)
+
+
+TestFaults = Faults.TestCase
+TestFaults.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
