@@ -28,6 +28,7 @@ from deepdraft.models.v41_prefill_layers import (
     PrefillLayers,
     make_chunk,
 )
+from deepdraft.models.v41_prefill_share import RowShare
 from deepdraft.models.v41_weights import ModelWeights
 from deepdraft.telemetry import logger
 
@@ -85,12 +86,14 @@ class DevicePrefill:
         *,
         chunk: int,
         plans: Plans | None = None,
+        share: RowShare | None = None,
     ) -> None:
-        """`chunk`: most rows that run at once, a multiple of 8."""
+        """`chunk`: most rows that run at once (of all ranks that `share` them), a multiple of 8."""
         if chunk < 8 or chunk % 8:
             raise StateError(f"a chunk has a multiple of 8 rows, got {chunk}")
         self.chunk, self.args = chunk, weights.args
-        self.layers = PrefillLayers(weights, caches, plans=plans)
+        self.layers = PrefillLayers(weights, caches, plans=plans, share=share)
+        self.share = self.layers.share
         self._tried = False
         self._replayed: _Replayed | None = None
 
@@ -125,11 +128,13 @@ class DevicePrefill:
             chunk = make_chunk(
                 self.layers.caches, text[at:end], slot=state.slot, first=at,
                 floors=(state.encoder_floor, state.decoder_floor), write_from=known,
+                part=self.share.part(at, end - at),
+                rows_at_least=self.share.rows_each(at, end - at),
             )  # fmt: skip
             flow, table_rows = self.layers.start(chunk)
             self.layers.run(chunk, flow, range(source), table_rows=table_rows)
             self.layers.write_entries(chunk, flow, source)
-            self._keep_tail(state, flow, end - at)
+            self._keep_tail(state, flow, chunk)
             if end >= known:
                 state.token_ids.extend(text[state.num_tokens : end])
                 state.written = max(state.written, end)
@@ -173,17 +178,24 @@ class DevicePrefill:
         chunk = make_chunk(
             layers.caches, state.token_ids[start:], slot=state.slot, first=start,
             floors=(state.encoder_floor, state.decoder_floor), write_from=n,
+            part=self.share.part(start, held), rows_at_least=self.share.rows_each(start, held),
         )  # fmt: skip
-        x, pre = _padded(x[-held:], chunk.rows), _padded(pre[-held:], chunk.rows)
-        whole = held == args.sliding_window and not all_rows
+        own = slice(chunk.offset, chunk.offset + chunk.count)
+        x, pre = (_padded(t[-held:][own], chunk.rows) for t in (x, pre))
+        whole = held == args.sliding_window and not all_rows and self.share.size == 1
         if whole and self._replayed is not None:
             logits, taps = self._replayed.run(chunk, x, pre)
         else:
-            wanted = slice(0, held) if all_rows else slice(held - 1, held)
+            last = max(0, chunk.count - 1)
+            wanted = slice(0, chunk.rows if self.share.size > 1 else held)
+            wanted = wanted if all_rows else slice(last, last + 1)
             logits, taps = self._decode(chunk, x, pre, wanted)
             if whole and x.is_cuda and not self._tried:
                 self._tried = True
                 self._replayed = self._capture(chunk, x, pre, wanted)
+            share = self.share
+            logits = share.whole(logits, chunk) if all_rows else share.from_last(logits, chunk)
+            taps = None if taps is None else share.whole(taps, chunk)
         state.decoder_tokens = n
         state.tail = None
         return logits, None if taps is None else taps[:held], start
@@ -214,11 +226,12 @@ class DevicePrefill:
             return None
         return _Replayed(chunk, x, pre, graph, logits, taps, self.layers.buffers)
 
-    def _keep_tail(self, state: SequenceState, flow: Flow, count: int) -> None:
+    def _keep_tail(self, state: SequenceState, flow: Flow, chunk: Chunk) -> None:
         """The streams that enter the decoder, of the last window: [n, S, D] and their mix."""
         assert flow.coef is not None
         window, streams = self.args.sliding_window, self.args.hc_mult
-        x, pre = flow.x[:count][-window:], flow.coef[:count, :streams][-window:]
+        x = self.share.last(flow.x, chunk, window)
+        pre = self.share.last(flow.coef[:, :streams], chunk, window)
         if state.tail is not None and len(x) < window:
             x = torch.cat((state.tail[0], x))[-window:]
             pre = torch.cat((state.tail[1], pre))[-window:]

@@ -36,9 +36,10 @@ from deepdraft.kernels import (
 )
 from deepdraft.kernels.prefill_experts import few_picks
 from deepdraft.kernels.prefill_streams import Entered, Mix
-from deepdraft.kernels.runtime import padded_rows
+from deepdraft.kernels.runtime import pad_rows, padded_rows
 from deepdraft.models.v41_buffers import DECODER, ENCODER, DeviceCaches
 from deepdraft.models.v41_prefill_plan import EXPERTS_AT_ONCE, PLAIN_ROWS, plain_values
+from deepdraft.models.v41_prefill_share import RowShare
 from deepdraft.models.v41_weights import (
     AttentionWeights,
     ExpertWeights,
@@ -87,11 +88,15 @@ class Flow:
 
 @dataclass(slots=True)
 class Chunk:
-    """Rows of one sequence at positions first, first + 1, ... and what depends on these alone."""
+    """Rows of one sequence at positions first, first + 1, ... and what depends on these alone.
+
+    Where ranks share a chunk, each has such rows, a part of its `total` ones from `offset` on."""
 
     slot: int
     first: int
     count: int
+    offset: int
+    total: int
     ids: Tensor
     positions: Tensor
     """int32 [R], -1 in empty rows."""
@@ -107,9 +112,9 @@ class Chunk:
     entry: dict[int, Tensor]
     """By ratio, int32 [R]: the sequence's first entry, how many a row sees, which it writes."""
     ring_before: Tensor
-    """int64 [W - 1]: ring rows of the positions before the chunk."""
+    """int64 [W - 1]: ring rows of the positions before the whole chunk."""
     kept: tuple[int, Tensor]
-    """How many of the last rows go to the ring, and their rows of it (int64)."""
+    """How many of its last rows go to the ring, and their rows of it (int64)."""
     pending: tuple[int, Tensor]
     """The same for the open pairs."""
     selected: dict[int, index.Selected] = field(default_factory=dict)
@@ -156,13 +161,21 @@ def make_chunk(
     floors: tuple[int, int],
     write_from: int,
     rows_at_least: int = 0,
+    part: slice | None = None,
 ) -> Chunk:
     """The rows of `ids` at `first`; their ids join the sequence's tokens on the device.
 
     `floors`: the first window position that exists, of the encoder's and the decoder's layers.
-    `write_from`: entries completed before this position are there already.
+    `write_from`: entries completed before this position are there already. `part`: of `ids`, the
+    rows of this rank.
     """
-    args, device, count = caches.args, caches.tokens.device, len(ids)
+    args, device, all_ids, begin = caches.args, caches.tokens.device, ids, first
+    caches.tokens[slot, begin : begin + len(ids)].copy_(torch.tensor(ids, dtype=torch.int32))
+    offset = 0
+    if part is not None:
+        ids, offset = ids[part], min(part.start, len(ids))
+        first = begin + offset
+    count = len(ids)
     total = padded_rows(max(count, rows_at_least))
     window, ring, pending = args.sliding_window, caches.ring, caches.pending_ring
     number = torch.arange(total, device=device, dtype=torch.int32)
@@ -172,7 +185,6 @@ def make_chunk(
     row_ids = torch.zeros(total, dtype=torch.int32)
     row_ids[:count] = torch.tensor(ids, dtype=torch.int32)
     row_ids = row_ids.to(device)
-    caches.tokens[slot, first : first + count].copy_(row_ids[:count])
 
     place = at.clamp(max=caches.context - 1).long()
     tables = caches.turns.index_select(0, place).unbind(1)
@@ -185,6 +197,7 @@ def make_chunk(
         for decoder, floor in ((False, floors[ENCODER]), (True, floors[DECODER]))
     }
     before = torch.where(live, number - 1, -slot * pending - 1)
+    # A part that is not the first begins at an even position, whose pair is its own.
     before[0] = -(slot * pending + (first - 1) % pending) - 1
     writes = live & (at >= write_from)
     ends = {1: writes, 2: writes & (at % 2 == 1)}
@@ -195,14 +208,14 @@ def make_chunk(
         entry[ratio] = torch.where(ends[ratio], slot * size + (at + 1) // ratio - 1, -1)
 
     def last(most: int, size: int) -> tuple[int, Tensor]:
-        kept = min(most, count)
-        where = torch.arange(first + count - kept, first + count, device=device)
-        return kept, slot * size + where % size
+        end, kept = begin + len(all_ids), min(most, len(all_ids))
+        return kept, slot * size + torch.arange(end - kept, end, device=device) % size
 
-    ring_before = torch.arange(first - window + 1, first, device=device)
+    ring_before = torch.arange(begin - window + 1, begin, device=device)
     return Chunk(
-        slot, first, count, row_ids, positions, turns,
-        torch.where(live, number + window - 1, -1), window_first, before, base, reach, entry,
+        slot, first, count, offset, len(all_ids), row_ids, positions, turns,
+        torch.where(live, number + offset + window - 1, -1), window_first, before, base, reach,
+        entry,
         slot * ring + ring_before % ring, last(ring, ring), last(pending, pending),
     )  # fmt: skip
 
@@ -211,9 +224,17 @@ class PrefillLayers:
     """A model's layers over the caches of one pool, for chunks of prompts."""
 
     def __init__(
-        self, weights: ModelWeights, caches: DeviceCaches, *, plans: Plans | None = None
+        self,
+        weights: ModelWeights,
+        caches: DeviceCaches,
+        *,
+        plans: Plans | None = None,
+        share: RowShare | None = None,
     ) -> None:
+        """`share`: of the ranks that share the rows; `weights` then are whole but for the routed
+        experts, of which each rank has a part of the width."""
         self.weights, self.caches, self.args = weights, caches, weights.args
+        self.share = share or RowShare()
         self.plans = plans or Plans()
         self._mixes: list[tuple[Mix, Mix]] = []
         self.first_mix = torch.zeros(self.args.hc_mult, device=weights.device)
@@ -388,10 +409,11 @@ class PrefillLayers:
             self._gemm(entered.quantised, w.w_in), w.q_norm, w.kv_norm, *turn, chunk.window_dest,
             window, norm_eps=args.rms_norm_eps,
         )  # fmt: skip
-        kept, ring_rows = chunk.kept
-        before = args.sliding_window - 1
-        new = window[before + chunk.count - kept : before + chunk.count]
-        caches.window[layer].index_copy_(0, ring_rows, new)
+        before, (kept, ring_rows) = args.sliding_window - 1, chunk.kept
+        end = before + chunk.total
+        self.share.fill(window[before:end], chunk)
+        caches.window[layer].index_copy_(0, ring_rows, window[end - kept : end])
+        window = window[chunk.offset : chunk.offset + before + chunk.rows]
         query = self._gemm(prefill_gemm.values(c), w.w_query)
         main, keys, chosen, counts, first_main = None, None, None, None, 0
         if role.ratio:
@@ -442,7 +464,7 @@ class PrefillLayers:
         own. One buffer for all layers."""
         ring = self.caches.window[layer]
         before = self.args.sliding_window - 1
-        need = before + chunk.rows
+        need = before + max(chunk.offset + chunk.rows, chunk.total)
         if self._window is None or self._window.shape[0] < need:
             self._window = ring.new_zeros(need, ring.shape[1])
         window = self._window[:need]
@@ -470,10 +492,15 @@ class PrefillLayers:
         cache.write_entries(
             "index", key, w.entry.k_norm, *turn, dest, caches.index[layer], norm_eps=eps
         )
+        whole_first, size = chunk.first - chunk.offset, caches.entries[role.ratio - 1]
+        made = slice(whole_first // role.ratio, (whole_first + chunk.total) // role.ratio)
+        for entries in (caches.main[layer], caches.index[layer]):
+            own = entries[chunk.slot * size : (chunk.slot + 1) * size][made]
+            self.share.fill(own, chunk, ratio=role.ratio)
         if role.ratio == 2:
             kept, ring_rows = chunk.pending
             width = caches.pending[layer].shape[1]
-            new = raw[chunk.count - kept : chunk.count, :width]
+            new = self.share.whole(raw[:, :width], chunk)[chunk.total - kept : chunk.total]
             caches.pending[layer].index_copy_(0, ring_rows, new)
 
     def _select(
@@ -531,17 +558,24 @@ class PrefillLayers:
         parts = zip(*((s.entries, s.address, s.counts) for s in found), strict=True)
         return index.Selected(*(torch.cat(part) for part in parts))
 
-    def _experts(self, w: ExpertWeights, entered: Entered, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """Picked outputs bfloat16 [R, K, D] and the shared expert's [R, D]."""
+    def _experts(
+        self, w: ExpertWeights, entered: Entered, chunk: Chunk
+    ) -> tuple[Tensor, Tensor | None]:
+        """Picked outputs bfloat16 [R, K, D] and the shared expert's [R, D]; or their sum."""
         args, limit, v = self.args, self.args.swiglu_limit, entered.quantised
         logits = self._gemm(entered.u, w.gate, dtype=torch.float32)
         picks, weights = routing.route(
             logits, w.bias, chunk.positions, k=w.picks, scale=args.routed_scaling_factor,
             temperature=args.gate_temp,
         )  # fmt: skip
-        y = self._routed(w, v, picks, weights)
-        shared = moe.swiglu_rows(self._gemm(v, w.shared13), limit=limit)
-        return y, self._gemm(prefill_gemm.values(shared), w.shared2)
+        hidden = moe.swiglu_rows(self._gemm(v, w.shared13), limit=limit)
+        shared = self._gemm(prefill_gemm.values(hidden), w.shared2)
+        share = self.share
+        if share.size == 1:
+            return self._routed(w, v, picks, weights), shared
+        v, picks, weights = (pad_rows(share.whole(x, chunk)) for x in (v, picks, weights))
+        picks[chunk.total :] = -1
+        return share.own_sum(self._routed(w, v, picks, weights), shared, chunk), None
 
     def _routed(self, w: ExpertWeights, v: Tensor, picks: Tensor, weights: Tensor) -> Tensor:
         """Picked outputs bfloat16 [R, K, D]."""
