@@ -40,6 +40,18 @@ class Replicas:
     """How many engines there are, and what each of them gets."""
 
     count: int = 2
+    """At the start, and for good without `min_count` and `max_count`."""
+    min_count: int | None = None
+    max_count: int | None = None
+    """The number follows the load between these; None: `count`."""
+    busy: float = 0.7
+    """Part of `engine.max_running` that is to be in use: more asks for a further replica."""
+    wait_s: float = 2.0
+    """Seconds that a prompt may wait for those before it, likewise."""
+    up_s: float = 10.0
+    """Seconds that more replicas must have been needed until one is started."""
+    down_s: float = 300.0
+    """Seconds that fewer would have done until one leaves, and between two that leave."""
     cpus: float = 1.0
     """CPUs that Ray sets aside for each."""
     gpus: int = 0
@@ -53,15 +65,34 @@ class Replicas:
 
     def __post_init__(self) -> None:
         _require(_is_count(self.count, 1), "replicas.count", self.count, "an integer >= 1")
+        low, high = self.bounds
+        ok = _is_count(low, 1) and low <= self.count
+        _require(ok, "replicas.min_count", low, "an integer from 1 to replicas.count")
+        ok = _is_count(high, self.count)
+        _require(ok, "replicas.max_count", high, "an integer >= replicas.count")
+        ok = _is_number(self.busy, 0.05) and self.busy <= 1
+        _require(ok, "replicas.busy", self.busy, "a number from 0.05 to 1")
         _require(_is_number(self.cpus, 0.01), "replicas.cpus", self.cpus, "a number >= 0.01")
         ok = _is_count(self.gpus, 0) and self.gpus < 2
         rule = "0 or 1 (a model over several GPUs, engine.tp, is served by `deepdraft serve` alone)"
         _require(ok, "replicas.gpus", self.gpus, rule)
         ok = isinstance(self.selftest, bool)
         _require(ok, "replicas.selftest", self.selftest, "true or false")
-        for name in ("hang_s", "look_s"):
+        for name in ("hang_s", "look_s", "wait_s", "up_s", "down_s"):
             value = getattr(self, name)
             _require(_is_number(value, 0.1), f"replicas.{name}", value, "a number >= 0.1")
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Fewest and most replicas."""
+        low = self.count if self.min_count is None else self.min_count
+        high = self.count if self.max_count is None else self.max_count
+        return low, high
+
+    @property
+    def scales(self) -> bool:
+        """Whether their number follows the load."""
+        return self.bounds != (self.count, self.count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +183,7 @@ class FleetFile:
         `label` is its name in the directory of conversations, unless the file or certificates say
         it; its sequences take their share of the machine's memory.
         """
-        config, count = self.config, self.replicas.count
+        config, count = self.config, self.replicas.bounds[1]
         engine, fleet = config.engine, config.fleet
         if engine.state_memory == "auto":
             share = memory_of_machine() // _STATE_SHARE // count
