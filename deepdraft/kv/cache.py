@@ -467,8 +467,7 @@ class KvCache:
         return [c for c in chunks if c is not None]
 
     def chunk_keys(self, tokens: Seq[int] | np.ndarray, known: Seq[bytes] = ()) -> list[bytes]:
-        """Names of the whole chunks of a conversation: a hash chain over their tokens. `known`:
-        the first names, where something with the same beginning has been named."""
+        """Names of a conversation's whole chunks: a hash chain over tokens. `known`: the first."""
         size = self.settings.chunk_blocks * self.layout.block_tokens
         keys, array = list(known), token_array(tokens)
         for end in range((len(keys) + 1) * size, len(array) + 1, size):

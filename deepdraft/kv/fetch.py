@@ -27,7 +27,7 @@ from deepdraft.kv.adopt import adopt, known_chunks, names_of
 from deepdraft.kv.cache import KvCache
 from deepdraft.kv.directory import Record
 from deepdraft.kv.errors import SnapshotError, StoreFull
-from deepdraft.kv.prefix import common_prefix, token_array, token_bytes
+from deepdraft.kv.prefix import shared_tokens, token_array
 from deepdraft.kv.settings import TransferSettings
 from deepdraft.kv.sidecar import NixlTransport, Sidecar
 from deepdraft.kv.snapshot import Manifest, decode_manifest
@@ -206,6 +206,7 @@ class Fetcher:
             )
             # While the owner makes the manifest.
             tokens = None if token_ids is None else token_array(token_ids)
+            names = [] if tokens is None else self.cache.chunk_keys(tokens)
             opened = link.reply()
             self._note("open", time.perf_counter() - began)
             if isinstance(opened, wire.Refused):
@@ -231,7 +232,8 @@ class Fetcher:
                 if not self.worth_it(wanted, tokens):
                     raise _Refused("too_slow")
             transport = self.wrap(self._transport(peer, link, opened.token, manifest))
-            return self._take(link, transport, wanted, indices, only_free=tokens is None)
+            del names[len(wanted.chunks) - 1 :]  # the last chunk may go on with other tokens
+            return self._take(link, transport, wanted, indices, names, only_free=tokens is None)
         finally:
             link.close()
 
@@ -256,6 +258,7 @@ class Fetcher:
         transport: Transport,
         wanted: Manifest,
         indices: list[int],
+        names: Sequence[bytes],
         *,
         only_free: bool,
     ) -> Fetched:
@@ -264,7 +267,7 @@ class Fetcher:
         if max(ref.length for ref in refs) > memory.slab.slot_bytes:
             raise SnapshotError("the peer's chunks are larger than a slot here")
         # Chunks of earlier turns are here already, under the same name and digest.
-        names = names_of(self.cache, wanted)
+        names = names_of(self.cache, wanted, names)
         parts: list[int | Chunk] = list(known_chunks(self.cache, wanted, names))
         known = [part for part in parts if isinstance(part, Chunk)]
         slots: list[int] = []
@@ -278,15 +281,17 @@ class Fetcher:
                 if not isinstance(part, Chunk)
             ]
             reading = Reading(transport, work, deadline_s=self.settings.deadline_s)
-            began, paths = time.perf_counter(), []
+            began, paths, closed = time.perf_counter(), [], []
             index = self.cache.index[wanted.exact]
             try:
-                reading.run(lambda: paths.append(index.path(wanted.token_ids)))
+                reading.run(
+                    lambda: paths.append(index.path(wanted.token_ids)),
+                    lambda: closed.append(_ask(link, wire.Close())),
+                )
             finally:
                 self._note("read", time.perf_counter() - began)
                 self._note("verify", reading.verify_s)
-            closed = _ask(link, wire.Close())
-            if not isinstance(closed, wire.Closed) or not closed.valid:
+            if closed != [wire.Closed(valid=True)]:
                 raise SnapshotError("the peer's lease did not hold while it was read")
             entry = adopt(self.cache, wanted, parts, names, *paths)
             slots, known = [], []
@@ -334,7 +339,7 @@ def shorten(
 ) -> tuple[Manifest | None, list[int]]:
     """The part of a snapshot that a request can use, as a manifest of its own, and the places of
     its chunks in the whole one. Whole chunks only; None where nothing is shared."""
-    shared = common_prefix(token_bytes(manifest.token_ids), token_bytes(token_ids))
+    shared = shared_tokens(manifest.token_ids, token_array(token_ids))
     if not shared:
         return None, []
     size = manifest.chunk_blocks * manifest.layout.block_tokens

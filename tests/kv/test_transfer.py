@@ -170,12 +170,16 @@ def test_only_what_can_be_used_is_read(shared: int) -> None:
     two = Two()
 
     async def use(peer: Peer, proxy: Proxy) -> None:
-        got = await two.fetch(peer, [*TOKENS[:shared], 5000, 5001])
+        # The peer's next tokens come in the chunk that is cut, and mine, of any number.
+        got = await two.fetch(peer, [*TOKENS[:shared], *range(5000, 5020)])
         assert got.outcome == "hit" and got.tokens == min(100, -(-shared // 8) * 8)
 
     two.run(use)
     match = two.b.cache.index[True].match([*TOKENS[:shared], 5000, 5001])
     assert match is not None and match.length == shared
+    (entry,) = two.b.entries
+    names = two.b.cache.chunk_keys(TOKENS[: len(entry.token_ids)])
+    assert names == [c.key for c in entry.chunks if c.key]  # what lies there, not mine
 
 
 def test_a_shortened_manifest_is_a_right_one() -> None:
