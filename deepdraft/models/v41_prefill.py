@@ -20,13 +20,12 @@ from torch import Tensor
 from deepdraft.errors import StateError
 from deepdraft.models.state import SequenceState
 from deepdraft.models.v41_buffers import DeviceCaches
+from deepdraft.models.v41_prefill_chunk import Chunk, make_chunk
 from deepdraft.models.v41_prefill_layers import (
     LIBRARY_ROWS,
-    Chunk,
     Flow,
     Plans,
     PrefillLayers,
-    make_chunk,
 )
 from deepdraft.models.v41_prefill_share import RowShare
 from deepdraft.models.v41_weights import ModelWeights

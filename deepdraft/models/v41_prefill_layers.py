@@ -1,8 +1,8 @@
 """The layers of a V4.1 model on a chunk of one prompt: many rows, the kernels of `prefill_*`.
 
-Owns: what a chunk's rows need (positions, addresses, rotary tables, the chunk's window), the order
-of launches of a layer. `models.v41_step` is the same for the few rows of a decode step; both read
-the same weights and caches, and rows have bits of their own in each of the two.
+Owns: the order of launches of a layer, the chunk's window. `models.v41_step` is the same for the
+few rows of a decode step; both read the same weights and caches, and rows have bits of their own in
+each of the two.
 Knows nothing of: sequences' marks, chunks' sizes, requests.
 
 Letters: R rows of a chunk (a multiple of 8; the last ones may be empty), S residual streams, D
@@ -11,7 +11,7 @@ hidden, W window, C head width, P rotary pairs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,8 +36,9 @@ from deepdraft.kernels import (
 )
 from deepdraft.kernels.prefill_experts import few_picks
 from deepdraft.kernels.prefill_streams import Entered, Mix
-from deepdraft.kernels.runtime import pad_rows, padded_rows
-from deepdraft.models.v41_buffers import DECODER, ENCODER, DeviceCaches
+from deepdraft.kernels.runtime import pad_rows
+from deepdraft.models.v41_buffers import DeviceCaches
+from deepdraft.models.v41_prefill_chunk import MAIN_TURN, PAIR_TURN, WINDOW_TURN, Chunk
 from deepdraft.models.v41_prefill_plan import EXPERTS_AT_ONCE, PLAIN_ROWS, plain_values
 from deepdraft.models.v41_prefill_share import RowShare
 from deepdraft.models.v41_weights import (
@@ -52,7 +53,6 @@ _SELECT_ROWS = 16
 """Rows whose scores are held at once where a second level restricts them (the decoder's replay)."""
 LIBRARY_ROWS = 8192
 """Rows of a product that torch's library makes (`PrefillLayers.prove_library`)."""
-_WINDOW_TURN, _MAIN_TURN, _PAIR_TURN = range(3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,140 +84,6 @@ class Flow:
     coef: Tensor | None = None
     y: Tensor | None = None
     shared: Tensor | None = None
-
-
-@dataclass(slots=True)
-class Chunk:
-    """Rows of one sequence at positions first, first + 1, ... and what depends on these alone.
-
-    Where ranks share a chunk, each has such rows, a part of its `total` ones from `offset` on."""
-
-    slot: int
-    first: int
-    count: int
-    offset: int
-    total: int
-    ids: Tensor
-    positions: Tensor
-    """int32 [R], -1 in empty rows."""
-    turns: list[tuple[Tensor, Tensor]]
-    """cos and sin [R, P]: of the window's base, of the main one, of that a position before."""
-    window_dest: Tensor
-    """int32 [R]: rows of the chunk's window."""
-    window_first: dict[bool, Tensor]
-    """By role.decoder, int32 [R]: the first place of a row's window that exists."""
-    before: Tensor
-    base: dict[int, Tensor]
-    reach: dict[int, Tensor]
-    entry: dict[int, Tensor]
-    """By ratio, int32 [R]: the sequence's first entry, how many a row sees, which it writes."""
-    ring_before: Tensor
-    """int64 [W - 1]: ring rows of the positions before the whole chunk."""
-    kept: tuple[int, Tensor]
-    """How many of its last rows go to the ring, and their rows of it (int64)."""
-    pending: tuple[int, Tensor]
-    """The same for the open pairs."""
-    selected: dict[int, index.Selected] = field(default_factory=dict)
-    blocks: list[index.Blocks] = field(default_factory=list)
-    values: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Main entries and index keys of this sequence as bf16, of the source that was used last."""
-
-    def copy_(self, other: Chunk) -> None:
-        """Take over another chunk of as many rows: every tensor keeps its place."""
-        assert (self.rows, self.count) == (other.rows, other.count)
-        pairs = [
-            *zip(self._tensors(), other._tensors(), strict=True),
-            (self.kept[1], other.kept[1]),
-            (self.pending[1], other.pending[1]),
-        ]
-        for mine, theirs in pairs:
-            mine.copy_(theirs)
-
-    def _tensors(self) -> list[Tensor]:
-        found = [self.ids, self.positions, *(t for pair in self.turns for t in pair)]
-        found += [self.window_dest, self.before, self.ring_before]
-        groups: list[dict[Any, Tensor]] = [self.window_first, self.base, self.reach, self.entry]
-        for group in groups:
-            found += [group[key] for key in sorted(group)]
-        return found
-
-    @property
-    def end(self) -> int:
-        """The position behind its last row."""
-        return self.first + self.count
-
-    @property
-    def rows(self) -> int:
-        """R."""
-        return self.positions.shape[0]
-
-
-def make_chunk(
-    caches: DeviceCaches,
-    ids: list[int],
-    *,
-    slot: int,
-    first: int,
-    floors: tuple[int, int],
-    write_from: int,
-    rows_at_least: int = 0,
-    part: slice | None = None,
-) -> Chunk:
-    """The rows of `ids` at `first`; their ids join the sequence's tokens on the device.
-
-    `floors`: the first window position that exists, of the encoder's and the decoder's layers.
-    `write_from`: entries completed before this position are there already. `part`: of `ids`, the
-    rows of this rank.
-    """
-    args, device, all_ids, begin = caches.args, caches.tokens.device, ids, first
-    caches.tokens[slot, begin : begin + len(ids)].copy_(torch.tensor(ids, dtype=torch.int32))
-    offset = 0
-    if part is not None:
-        ids, offset = ids[part], min(part.start, len(ids))
-        first = begin + offset
-    count = len(ids)
-    total = padded_rows(max(count, rows_at_least))
-    window, ring, pending = args.sliding_window, caches.ring, caches.pending_ring
-    number = torch.arange(total, device=device, dtype=torch.int32)
-    live = number < count
-    at = number + first
-    positions = torch.where(live, at, -1)
-    row_ids = torch.zeros(total, dtype=torch.int32)
-    row_ids[:count] = torch.tensor(ids, dtype=torch.int32)
-    row_ids = row_ids.to(device)
-
-    place = at.clamp(max=caches.context - 1).long()
-    tables = caches.turns.index_select(0, place).unbind(1)
-    earlier = caches.turns.index_select(0, (place - 1).clamp(min=0)).unbind(1)
-    turns = [
-        (cos.contiguous(), sin.contiguous()) for cos, sin in (tables[:2], tables[2:], earlier[2:])
-    ]
-    window_first = {
-        decoder: torch.where(live, (floor - at + window - 1).clamp(0, window), window)
-        for decoder, floor in ((False, floors[ENCODER]), (True, floors[DECODER]))
-    }
-    before = torch.where(live, number - 1, -slot * pending - 1)
-    # A part that is not the first begins at an even position, whose pair is its own.
-    before[0] = -(slot * pending + (first - 1) % pending) - 1
-    writes = live & (at >= write_from)
-    ends = {1: writes, 2: writes & (at % 2 == 1)}
-    base, reach, entry = {}, {}, {}
-    for ratio, size in zip((1, 2), caches.entries, strict=True):
-        base[ratio] = torch.full_like(number, slot * size)
-        reach[ratio] = torch.where(live, (at + 1) // ratio, 0)
-        entry[ratio] = torch.where(ends[ratio], slot * size + (at + 1) // ratio - 1, -1)
-
-    def last(most: int, size: int) -> tuple[int, Tensor]:
-        end, kept = begin + len(all_ids), min(most, len(all_ids))
-        return kept, slot * size + torch.arange(end - kept, end, device=device) % size
-
-    ring_before = torch.arange(begin - window + 1, begin, device=device)
-    return Chunk(
-        slot, first, count, offset, len(all_ids), row_ids, positions, turns,
-        torch.where(live, number + offset + window - 1, -1), window_first, before, base, reach,
-        entry,
-        slot * ring + ring_before % ring, last(ring, ring), last(pending, pending),
-    )  # fmt: skip
 
 
 class PrefillLayers:
@@ -398,7 +264,7 @@ class PrefillLayers:
         write: bool,
     ) -> Tensor:
         args, caches = self.args, self.caches
-        turn = chunk.turns[_MAIN_TURN if role.ratio else _WINDOW_TURN]
+        turn = chunk.turns[MAIN_TURN if role.ratio else WINDOW_TURN]
         raw = None
         if w.raw is not None:
             raw = self._gemm(entered.u, w.raw, dtype=torch.float32)
@@ -481,7 +347,7 @@ class PrefillLayers:
             # Nothing is kept by the kernel: rows that are further apart than the ring is long
             # would share a place of it.
             pending = caches.pending[layer], chunk.before, torch.full_like(chunk.before, -1)
-        turn = chunk.turns[_MAIN_TURN if role.ratio == 1 else _PAIR_TURN]
+        turn = chunk.turns[MAIN_TURN if role.ratio == 1 else PAIR_TURN]
         dest = chunk.entry[role.ratio]
         latent = cache.write_entries(
             "main", raw, w.entry.norm, *turn, dest, caches.main[layer], norm_eps=eps,
@@ -509,7 +375,7 @@ class PrefillLayers:
         args = self.args
         heads, width = args.index_n_heads, args.index_head_dim
         queries = index.index_queries(
-            query, *chunk.turns[_MAIN_TURN], heads=heads, channels=width,
+            query, *chunk.turns[MAIN_TURN], heads=heads, channels=width,
             start=query.shape[1] - heads * width,
         )  # fmt: skip
         weights: dict[str, Any] = {

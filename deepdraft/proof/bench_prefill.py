@@ -22,7 +22,8 @@ from deepdraft.arch import V41Args
 from deepdraft.engine.dummy import DummyWeights
 from deepdraft.models.v41_device import DevicePool
 from deepdraft.models.v41_prefill import DevicePrefill
-from deepdraft.models.v41_prefill_layers import Plans, make_chunk
+from deepdraft.models.v41_prefill_chunk import make_chunk
+from deepdraft.models.v41_prefill_layers import Plans
 from deepdraft.models.v41_prefill_plan import Stage, chunk_work, prompt_work
 from deepdraft.models.v41_weights import load_weights
 from deepdraft.proof.bench_step import Profile, fill_caches, profile_replays

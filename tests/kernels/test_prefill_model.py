@@ -5,7 +5,8 @@ import torch
 
 from deepdraft.errors import StateError
 from deepdraft.kernels.runtime import padded_rows
-from deepdraft.models.v41_prefill_layers import Flow, make_chunk
+from deepdraft.models.v41_prefill_chunk import make_chunk
+from deepdraft.models.v41_prefill_layers import Flow
 from deepdraft.ops import cache
 from deepdraft.quant import records
 from tests.kernels import prefill_tiny as tiny
