@@ -80,10 +80,13 @@ class Entered:
 
 @triton.jit
 def cross_kernel(
-    y_ptr, shared_ptr, x_ptr, coef_ptr, pre_ptr, norm_ptr, out_ptr, u_ptr, quant_ptr,
-    D, PRE_STRIDE, NORM_EPS,
-    K: tl.constexpr, S: tl.constexpr, N: tl.constexpr, EXPAND: tl.constexpr,
+    y_ptr, shared_ptr, x_ptr, coef_ptr, pre_ptr, norm_ptr, out_ptr, u_ptr, quant_ptr, square_ptr,
+    R, D, PRE_STRIDE, NORM_EPS, PARTS,
+    K: tl.constexpr, S: tl.constexpr, N: tl.constexpr, EXPAND: tl.constexpr, MIX: tl.constexpr,
+    PP: tl.constexpr,
 ):  # fmt: skip
+    """square_ptr [PARTS, R]: of all the row's streams, in the first part (`mix_finish_kernel` adds
+    the parts up)."""
     row = tl.program_id(0).to(tl.int64)
     M: tl.constexpr = (2 + S) * S
     x_ptr += row * (S * D)
@@ -92,7 +95,7 @@ def cross_kernel(
     quant_ptr += row * D
     coef_ptr += row * M
     pre_ptr += row * PRE_STRIDE
-    squares = tl.zeros((N,), tl.float32)
+    squares, x_squares = tl.zeros((N,), tl.float32), tl.zeros((N,), tl.float32)
     for start in range(0, D, N):
         d = start + tl.arange(0, N)
         here = d < D
@@ -110,9 +113,14 @@ def cross_kernel(
             else:
                 stream = tl.load(x_ptr + to * D + d, mask=here, other=0.0).to(tl.float32)
             h += tl.load(pre_ptr + to) * stream
+            x_squares += stream * stream
         h = round_bf16(h)
         squares += h * h
         tl.store(u_ptr + d, to_bf16_rne(h), mask=here)
+    if MIX:
+        part = tl.arange(0, PP)
+        value = tl.where(part == 0, tl.sum(x_squares, axis=0), 0.0)
+        tl.store(square_ptr + part * R + row, value, mask=part < PARTS)
     inverse = tl.rsqrt(tl.sum(squares, axis=0) / D + NORM_EPS)
     tl.debug_barrier()
     for start in range(0, D, N):
@@ -128,10 +136,13 @@ def cross_kernel(
 
 @triton.jit
 def mix_parts_kernel(
-    x_ptr, fn_ptr, part_ptr, square_ptr, R, WIDTH, M,
+    x_ptr, fn_ptr, part_ptr, R, WIDTH, M,
     MP: tl.constexpr, B: tl.constexpr, CHUNK: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Sums of one part of the channels for B rows: part_ptr [C, R, M], square_ptr [C, R]."""
+    """Sums of one part of the channels for B rows: part_ptr [C, R, M].
+
+    Loads are operands of the product and nothing else: Triton (3.6) gives a load that is also used
+    otherwise one buffer too few, and overwrites it while the tensor cores read."""
     chunk = tl.program_id(0)
     row = tl.program_id(1) * B + tl.arange(0, B)
     # Columns of the product: part of fn * MP + m.
@@ -140,18 +151,15 @@ def mix_parts_kernel(
     x_at = x_ptr + tl.minimum(row, R - 1).to(tl.int64)[:, None] * WIDTH + k[None, :]
     real = ((m < M) & (third < 3))[None, :]
     fn_at = fn_ptr + (third * M + m)[None, :] * WIDTH + k[:, None]
-    sums, square = tl.zeros((B, 4 * MP), tl.float32), tl.zeros((B,), tl.float32)
+    sums = tl.zeros((B, 4 * MP), tl.float32)
     end = tl.minimum((chunk + 1) * CHUNK, WIDTH)
     for start in range(chunk * CHUNK, end, BK):
         x = tl.load(x_at + start, mask=(start + k < end)[None, :], other=0.0)
         fn = tl.load(fn_at + start, mask=real & (start + k < end)[:, None], other=0.0)
         sums = dot_bf16(x, fn, sums)
-        wide = x.to(tl.float32)
-        square += tl.sum(wide * wide, axis=1)
     mixes = tl.sum(tl.reshape(sums, (B, 4, MP)), axis=1)
     m, at = tl.arange(0, MP)[None, :], chunk.to(tl.int64) * R + row
     tl.store(part_ptr + at[:, None] * M + m, mixes, mask=(m < M) & (row < R)[:, None])
-    tl.store(square_ptr + at, square, mask=row < R)
 
 
 # ---- launch --------------------------------------------------------------------------------
@@ -191,32 +199,36 @@ def enter(
     out = torch.empty_like(x) if y is not None else x
     u = torch.empty(rows, hidden, dtype=torch.bfloat16, device=device)
     quantised = torch.empty_like(u)
+    parts = -(-streams * hidden // plan.part)
+    squares = torch.empty(parts, rows, dtype=torch.float32, device=device)
     launch(
         cross_kernel, (rows,),
         x if y is None else y, x if shared is None else shared, x, norm if coef is None else coef,
-        collapse, norm, out, u, quantised, hidden, collapse.shape[1], norm_eps,
+        collapse, norm, out, u, quantised, squares,
+        rows, hidden, collapse.shape[1], norm_eps, parts,
         K=picks, S=streams, N=min(plan.channels, next_power(hidden)), EXPAND=y is not None,
-        num_warps=plan.warps,
+        MIX=mix is not None, PP=next_power(parts), num_warps=plan.warps,
     )  # fmt: skip
     coefficients = None
     if mix is not None:
-        coefficients = _coefficients(out, mix, iters=iters, eps=eps, norm_eps=norm_eps, plan=plan)
+        coefficients = _coefficients(
+            out, squares, mix, iters=iters, eps=eps, norm_eps=norm_eps, plan=plan
+        )
     return Entered(out, u, quantised, coefficients)
 
 
 def _coefficients(
-    x: Tensor, mix: Mix, *, iters: int, eps: float, norm_eps: float, plan: StreamPlan
-) -> Tensor:
-    """pre, post and comb float32 [R, M] of streams bfloat16 [R, S, D]."""
+    x: Tensor, squares: Tensor, mix: Mix, *, iters: int, eps: float, norm_eps: float,
+    plan: StreamPlan,
+) -> Tensor:  # fmt: skip
+    """pre, post and comb float32 [R, M] of streams bfloat16 [R, S, D]; squares float32 [C, R]."""
     device = check(x, mix.parts, mix.base, mix.scale)
     rows, streams, hidden = x.shape
-    width, m = streams * hidden, mix.parts.shape[1]
-    parts = -(-width // plan.part)
+    width, m, parts = streams * hidden, mix.parts.shape[1], squares.shape[0]
     sums = torch.empty(parts, rows, m, dtype=torch.float32, device=device)
-    squares = torch.empty(parts, rows, dtype=torch.float32, device=device)
     coef = torch.empty(rows, m, dtype=torch.float32, device=device)
     launch(
-        mix_parts_kernel, (parts, triton.cdiv(rows, plan.rows)), x, mix.parts, sums, squares,
+        mix_parts_kernel, (parts, triton.cdiv(rows, plan.rows)), x, mix.parts, sums,
         rows, width, m, MP=next_power(m, 16), B=plan.rows, CHUNK=plan.part, BK=plan.deep,
         num_warps=plan.mix_warps, num_stages=plan.stages,
     )  # fmt: skip
