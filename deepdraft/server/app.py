@@ -423,7 +423,8 @@ class Handlers:
         headers = {"x-request-id": given_id(request) or job.id, "request-id": job.id}
         if job.ignored:
             headers["x-deepdraft-ignored"] = ", ".join(job.ignored)
-        events: EventSource = engine.stream(job.requests)
+        events: EventSource = await _opened(engine, job)
+        headers |= getattr(events, "headers", {})
         path, id = request.url.path, headers["x-request-id"]
         if self.traces is not None:
             events = self.traces.watch(job, events, path=path, headers=request.headers, id=id)
@@ -505,6 +506,13 @@ class Handlers:
 
         for one in tuple(self._bodies):
             one[0].call_soon_threadsafe(end, one)
+
+
+async def _opened(engine: Any, job: "Job") -> "EventSource":
+    """The events of a job's requests, once they are queued."""
+    if hasattr(engine, "open"):  # another process's: it takes time, and may say no
+        return await engine.open(job.requests, streamed=job.stream)
+    return engine.stream(job.requests)
 
 
 async def _nobody(scope: Scope, receive: Receive, send: Send) -> None:

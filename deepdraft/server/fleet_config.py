@@ -62,6 +62,12 @@ class Replicas:
     """Seconds that requests may wait for an engine that makes no step, until it is replaced."""
     look_s: float = 2.0
     """Seconds between two looks at a replica; the third bad one in a row has it replaced."""
+    quiet_s: float = 5.0
+    """Seconds of silence of a replica until what can run elsewhere does."""
+    fronts: int = 1
+    """Processes that read requests and write answers, before the replicas."""
+    resume: bool = False
+    """Whether streams under way go on in another replica where theirs is lost."""
 
     def __post_init__(self) -> None:
         _require(_is_count(self.count, 1), "replicas.count", self.count, "an integer >= 1")
@@ -76,9 +82,11 @@ class Replicas:
         ok = _is_count(self.gpus, 0) and self.gpus < 2
         rule = "0 or 1 (a model over several GPUs, engine.tp, is served by `deepdraft serve` alone)"
         _require(ok, "replicas.gpus", self.gpus, rule)
-        ok = isinstance(self.selftest, bool)
-        _require(ok, "replicas.selftest", self.selftest, "true or false")
-        for name in ("hang_s", "look_s", "wait_s", "up_s", "down_s"):
+        _require(_is_count(self.fronts, 1), "replicas.fronts", self.fronts, "an integer >= 1")
+        for name in ("selftest", "resume"):
+            value = getattr(self, name)
+            _require(isinstance(value, bool), f"replicas.{name}", value, "true or false")
+        for name in ("hang_s", "look_s", "quiet_s", "wait_s", "up_s", "down_s"):
             value = getattr(self, name)
             _require(_is_number(value, 0.1), f"replicas.{name}", value, "a number >= 0.1")
 

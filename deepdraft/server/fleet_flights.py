@@ -70,10 +70,10 @@ class Flight:
     """Its client sees tokens as they come."""
     begun: float
     kin: Kin
+    generation: str
+    """Fingerprint of the engines that it is for, or has tokens from."""
     seat: Seat | None = None
     attempt: str = ""
-    generation: str = ""
-    """Fingerprint of the engine that its tokens are from."""
     tokens: list[int] = field(default_factory=list)
     """Those delivered."""
     losses: int = 0

@@ -24,12 +24,14 @@ from typing import Any
 from deepdraft import __version__
 from deepdraft.errors import ConfigError, EngineError
 from deepdraft.server.fleet_config import FleetFile
+from deepdraft.server.fleet_front import Front
+from deepdraft.server.fleet_registry import RayRegistry
 from deepdraft.server.fleet_replica import Replica
 
 RAY_SERIES = "2.60"
 """What this was tried with; Ray Serve changes between its minor versions."""
 INSTALL = f"pip install 'ray[serve]=={RAY_SERIES}.*'"
-DEPLOYMENT = "Replica"
+DEPLOYMENT, FRONTS = "Replica", "Front"
 _STORE_BYTES = 100 << 20
 """Ray's own object store, which a fleet hardly uses."""
 _LOOK_S = 0.5
@@ -37,6 +39,8 @@ _STARTS = 3
 """A replica that fails so often before it was ever ready ends the start of the fleet."""
 _LAST_S = 15.0
 """Seconds beyond the grace period that an application may take to go."""
+_OTHERS = 256
+"""Requests of a front that need no engine: models, tokens, metrics."""
 _FAILED = "DEPLOY_FAILED"
 Say = Callable[[str], None]
 
@@ -105,19 +109,48 @@ def token_file(name: str) -> Path:
 
 def options_of(fleet: FleetFile) -> dict[str, Any]:
     """The options of the deployment in Ray Serve's terms."""
-    replicas, engine = fleet.replicas, fleet.config.engine
+    replicas = fleet.replicas
     return {
         "name": DEPLOYMENT,
         "num_replicas": replicas.count,
         "ray_actor_options": {"num_cpus": replicas.cpus, "num_gpus": replicas.gpus},
-        # The engine has a queue of its own, which knows tenants and priorities.
-        "max_ongoing_requests": engine.max_running + engine.max_queue,
         "max_constructor_retry_count": _STARTS,
         "health_check_period_s": replicas.look_s,
         "health_check_timeout_s": max(replicas.look_s, 10.0),
-        "graceful_shutdown_timeout_s": fleet.config.server.drain_s,
+        "graceful_shutdown_timeout_s": _leaving_s(fleet),
         "graceful_shutdown_wait_loop_s": _LOOK_S,
     }
+
+
+def front_options_of(fleet: FleetFile) -> dict[str, Any]:
+    """The options of the fronts' deployment."""
+    replicas, engine = fleet.replicas, fleet.config.engine
+    # Engines have queues of their own, which know tenants and priorities.
+    most = replicas.bounds[1] * (engine.max_running + engine.max_queue) + _OTHERS
+    return {
+        "name": FRONTS,
+        "num_replicas": replicas.fronts,
+        "ray_actor_options": {"num_cpus": 0},
+        "max_ongoing_requests": most,
+        "max_constructor_retry_count": _STARTS,
+        "health_check_period_s": replicas.look_s,
+        "health_check_timeout_s": max(replicas.look_s, 10.0),
+        "graceful_shutdown_timeout_s": fleet.config.server.drain_s + _LAST_S,
+        "graceful_shutdown_wait_loop_s": _LOOK_S,
+    }
+
+
+def bound(fleet: FleetFile, version: str = __version__) -> Any:
+    """The fleet as Ray Serve runs it: fronts, and the engines that they find for themselves."""
+    serve = _serve()
+    engines = serve.deployment(**options_of(fleet))(Replica).bind(fleet, version)
+    fronts = serve.deployment(**front_options_of(fleet))(serve.ingress()(Front))
+    return fronts.bind(fleet, version, engines)
+
+
+def _leaving_s(fleet: FleetFile) -> float:
+    """Seconds that a replica may take to leave."""
+    return fleet.config.server.drain_s + fleet.config.fleet.hand_over_s + _LAST_S
 
 
 def http_options(fleet: FleetFile) -> dict[str, Any]:
@@ -307,10 +340,8 @@ def _deploy(ray: Any, fleet: FleetFile, stop: threading.Event, say: Say) -> None
     _say_directory(fleet, say)
     begin = time.monotonic()
     serve.start(proxy_location="EveryNode", http_options=http_options(fleet))
-    deployment = serve.deployment(**options_of(fleet))(serve.ingress()(Replica))
-    target = serve.RunTarget(
-        target=deployment.bind(fleet, __version__), name=fleet.name, route_prefix="/"
-    )
+    RayRegistry(fleet.name).clear()
+    target = serve.RunTarget(target=bound(fleet), name=fleet.name, route_prefix="/")
     serve.run_many([target], wait_for_applications_running=False)
     while not stop.is_set():
         found = _application(fleet.name)
@@ -378,7 +409,7 @@ def _end(fleet: FleetFile) -> None:
     if _application(fleet.name) is None:
         raise ConfigError(f"no fleet {fleet.name} runs there")
     _serve().delete(fleet.name, _blocking=False)
-    _wait_gone(fleet, fleet.config.server.drain_s + _LAST_S)
+    _wait_gone(fleet, _leaving_s(fleet) + _LAST_S)
 
 
 def _wait_gone(fleet: FleetFile, most_s: float) -> None:

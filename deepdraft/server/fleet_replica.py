@@ -1,55 +1,40 @@
-"""One replica of a fleet: an engine behind the application of `deepdraft serve`, inside Ray Serve.
+"""One replica of a fleet: an engine that fronts find and talk to, inside Ray Serve.
 
-Owns: what must hold before a replica is ready, when it is no longer healthy.
-Knows nothing of: how replicas are placed, started and replaced (`fleet_ray`, Ray); HTTP. Ray calls
-the methods; importing this module imports neither Ray nor torch.
+Owns: what must hold before a replica is ready, when it is no longer healthy, how it leaves.
+Knows nothing of: how replicas are placed, started and replaced (`fleet_ray`, Ray); HTTP; what
+fronts ask (`fleet_node`). Ray calls the methods; importing this module imports neither Ray nor
+torch.
 """
 
 import asyncio
 import contextlib
+import importlib
 import re
+import secrets
 import socket
 import sys
-import time
+from pathlib import Path
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deepdraft import __version__
+from deepdraft.config import Config
 from deepdraft.errors import ConfigError, EngineError
 from deepdraft.server.fleet_config import FleetFile
+from deepdraft.server.fleet_front import tokenizer_digest
+from deepdraft.server.fleet_node import Node
+from deepdraft.server.fleet_registry import Entry, RayRegistry
+from deepdraft.server.fleet_wire import Identity
 from deepdraft.server.service import Service, bundled_checkpoint
 from deepdraft.telemetry import configure_logging, logger
 
-HEADER = b"x-deepdraft-replica"
 _SELFTEST_S = 1800.0
 """A self-test takes seconds; this much only where something is badly wrong."""
 _LONGEST_NAME = 64
-_PROGRESS = ("decode_steps", "prompt_tokens", "generated_tokens")
-"""Counters of which one moves with each step of an engine that is at work."""
-
-
-class Watch:
-    """Whether an engine goes on: it must make progress while it has requests."""
-
-    def __init__(self, hang_s: float) -> None:
-        self._hang_s = hang_s
-        self._progress: tuple[int, ...] = ()
-        self._since = 0.0
-
-    def look(self, stats: dict[str, int], now: float) -> None:
-        """`stats`: the engine's counters; `now`: seconds of a clock that never goes back.
-
-        Raises EngineError where requests have waited for `hang_s` without a step.
-        """
-        progress = tuple(stats.get(n, 0) for n in _PROGRESS)
-        busy = stats.get("running", 0) + stats.get("waiting", 0)
-        if not busy or progress != self._progress:
-            self._progress, self._since = progress, now
-        elif now - self._since >= self._hang_s:
-            raise EngineError(
-                f"the engine has made no step for {now - self._since:.0f} s with {busy} requests"
-            )
+_ANNOUNCE_S = 5.0
+_GIVE_BACK_S = 5.0
+"""For the last events of requests that go elsewhere."""
 
 
 async def selftest(device: str) -> None:
@@ -71,10 +56,10 @@ async def selftest(device: str) -> None:
         raise EngineError(f"deepdraft selftest fails on this machine: {'; '.join(failed)[:1000]}")
 
 
-def with_label(app: ASGIApp, label: str) -> ASGIApp:
-    """The application with a header that says which replica answered, and without the request's id,
-    which Ray's proxy gave it or passed on, and writes into the answer itself."""
-    header = (HEADER, label.encode())
+def with_label(app: ASGIApp, name: bytes, label: str) -> ASGIApp:
+    """The application with a header that says who answered, and without the request's id, which
+    Ray's proxy gave it or passed on, and writes into the answer itself."""
+    header = (name, label.encode())
 
     async def labelled(scope: Scope, receive: Receive, send: Send) -> None:
         async def sent(message: Message) -> None:
@@ -103,10 +88,10 @@ class Replica:
                 "install the same on every node"
             )
         self.label = label or _label()
+        self._fleet = fleet
         self.service = Service(lambda: load(fleet), fleet.of_replica(self.label))
         server = self.service.config.server
         configure_logging(server.log_level, server.log_format)
-        self._watch = Watch(fleet.replicas.hang_s)
         self.service.start()
         # Side by side: neither needs the other, and both take seconds.
         tests = selftest(fleet.config.engine.device) if fleet.replicas.selftest else _nothing()
@@ -114,46 +99,122 @@ class Replica:
             await asyncio.gather(tests, asyncio.to_thread(self.service.wait))
             if self.service.failure is not None:
                 raise self.service.failure
+            await self._open()
         except BaseException:
             await asyncio.to_thread(self.service.close)
             raise
+        # Of this object, not of its class: Ray Serve calls and awaits it when the replica is to
+        # leave; Python itself, at the end of an object, does not.
+        self.__dict__["__del__"] = self.leave
         logger.info("replica %s is ready", self.label)
 
-    def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Called by Ray Serve after `__init__`."""
-        from deepdraft.server.app import create_app
+    async def _open(self) -> None:
+        """Fronts can find the engine from now on."""
+        self._registry = RayRegistry(self._fleet.name)
+        replicas = self._fleet.replicas
+        self.node = Node(
+            self.service,
+            identity_of(self.service, self.label, model_path(self._fleet)),
+            await asyncio.to_thread(self._registry.secret),
+            hang_s=replicas.hang_s,
+            resume=replicas.resume,
+            tls=server_tls(self.service.config),
+        )
+        host = _host(self._fleet)
+        port = await self.node.start(host)
+        self.entry = Entry(self.label, self.node.identity.incarnation, host, port)
+        await asyncio.to_thread(self._registry.put, self.entry)
+        self._announcing = asyncio.create_task(self._announce())
 
-        return with_label(create_app(self.service), self.label)
+    async def _announce(self) -> None:
+        """A front that could not reach this engine for long has taken it out of the registry."""
+        while True:
+            await asyncio.sleep(_ANNOUNCE_S)
+            with contextlib.suppress(Exception):  # Ray's own; fronts keep what they have
+                if self.entry not in await asyncio.to_thread(self._registry.entries):
+                    await asyncio.to_thread(self._registry.put, self.entry)
 
     async def check_health(self) -> None:
-        """Called by Ray Serve every `look_s`. Raises EngineError where the engine is dead or hangs.
+        """Called by Ray Serve every `look_s`. Raises EngineError where the engine is dead or
+        hangs."""
+        self.node.check()
 
-        Counters are read in a thread: a hung engine may hold their lock.
-        """
-        health = await asyncio.to_thread(self.service.health)
-        if health["state"] == "failed":
-            raise EngineError("the engine has failed; its log says why")
-        await asyncio.to_thread(lambda: self._watch.look(self.service.stats(), time.monotonic()))
+    async def leave(self) -> None:
+        """Takes nothing new, finishes what it can within `server.drain_s`, gives the rest to the
+        other replicas, and its conversations too."""
+        drain_s = self._fleet.config.server.drain_s
+        logger.info("replica %s leaves; %d requests", self.label, self.node.num_requests)
+        self._announcing.cancel()
+        with contextlib.suppress(Exception):  # Ray may be ending as well
+            await asyncio.to_thread(self._registry.drop, self.entry.incarnation)
+        self.node.begin_drain()
+        if not await self.node.wait_idle(drain_s):
+            self.node.give_back()
+            await self.node.wait_idle(_GIVE_BACK_S)
+        await asyncio.to_thread(self.service.close)
+        await self.node.close()
+
+
+def model_path(fleet: FleetFile) -> Path:
+    """The checkpoint directory on this node."""
+    return bundled_checkpoint() if fleet.model is None else Path(fleet.model)
 
 
 def load(fleet: FleetFile) -> Any:
     """The fleet's model in this process. Raises CheckpointError, ConfigError."""
-    from pathlib import Path
-
     from deepdraft.engine.load import load_engine
 
-    path = bundled_checkpoint() if fleet.model is None else Path(fleet.model)
+    path = model_path(fleet)
     name = "demo" if fleet.model is None else path.resolve().name
     return load_engine(path, fleet.config.engine, name=name)
+
+
+def identity_of(service: Service, label: str, path: Path) -> Identity:
+    """Who this process is: of a service that has loaded the checkpoint in `path`."""
+    engine, view = service.ready()
+    speculator = engine.speculator
+    return Identity(
+        label=label,
+        incarnation=secrets.token_hex(16),
+        version=__version__,
+        fingerprint=view.fingerprint,
+        tokenizer=tokenizer_digest(path),
+        names=view.names,
+        family=view.family,
+        vocab_size=view.vocab_size,
+        max_tokens=view.max_tokens,
+        eos_token_id=view.eos_token_id,
+        bos_token_id=view.bos_token_id,
+        more_end_ids=tuple(sorted(view.more_end_ids)),
+        created=view.created,
+        defaults=dict(view.defaults),
+        drafts=speculator.block_size,
+        rule=speculator.options.rule,
+    )
+
+
+def server_tls(config: Config) -> Any:
+    """What an engine shows to fronts, where the fleet has certificates. Raises ConfigError."""
+    if config.fleet.files is None:
+        return None
+    from deepdraft.kv.fleet_files import load_fleet
+
+    return load_fleet(Path(config.fleet.files)).server_tls
 
 
 async def _nothing() -> None:
     return
 
 
-def _label() -> str:
-    import importlib
+def _host(fleet: FleetFile) -> str:
+    """Where fronts reach this node: on a Ray of our own all are on this machine."""
+    if fleet.ray.address is None:
+        return "127.0.0.1"
+    util: Any = importlib.import_module("ray.util")
+    return str(util.get_node_ip_address())
 
+
+def _label() -> str:
     serve: Any = importlib.import_module("ray.serve")
     unique = serve.get_replica_context().replica_id.unique_id
     host = re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname())

@@ -36,6 +36,7 @@ from deepdraft.server.fleet_wire import (
     Cancel,
     Event,
     Events,
+    Identity,
     Kin,
     Refused,
     Submit,
@@ -106,21 +107,16 @@ class Router:
             for flight in opening.flights:
                 flight.seat = None
                 flight.losses += 1
-            self._open(opening)
+            self._again(opening)
         for flight in flights:
             if flight.seat is seat:
                 flight.losses += 1
                 self._move(flight, f"the replica that ran this request {why}")
 
-    def ready(self, kin: Kin | None = None, generation: str = "") -> list[Seat]:
-        """Engines that take requests; of one kind, or of one generation."""
-        return [
-            seat
-            for seat in self.seats
-            if seat.state == "ready"
-            and (kin is None or seat.identity.kin == kin)
-            and (not generation or seat.identity.fingerprint == generation)
-        ]
+    def ready(self, kin: Kin | None = None) -> list[Seat]:
+        """Engines that take requests; those of one kind."""
+        ready = [seat for seat in self.seats if seat.state == "ready"]
+        return ready if kin is None else [s for s in ready if s.identity.kin == kin]
 
     # Requests
 
@@ -129,14 +125,15 @@ class Router:
         requests: Sequence[GenerateRequest],
         deliver: Deliver,
         opened: Opened,
+        identity: Identity,
         *,
-        kin: Kin,
         streamed: bool,
     ) -> None:
-        """Finds an engine for the requests of a job. `opened` is called once: with the engine that
-        has taken them, or with why none does. Then `deliver` gets their events."""
-        now = self._clock()
-        flights = [Flight(r, deliver, streamed, now, kin) for r in requests]
+        """Finds an engine for the requests of a job, preferably of the generation of `identity`.
+        `opened` is called once: with the engine that has taken them, or with why none does. Then
+        `deliver` gets their events."""
+        now, generation = self._clock(), identity.fingerprint
+        flights = [Flight(r, deliver, streamed, now, identity.kin, generation) for r in requests]
         self._flights |= {f.source.request_id: f for f in flights}
         self._open(Opening(flights, opened, fresh=True))
 
@@ -225,13 +222,11 @@ class Router:
 
     def _choose(self, flights: Sequence[Flight], but: Iterable[str]) -> Seat | None:
         """Of two engines drawn at random the one with less to do."""
-        generation = next((f.generation for f in flights if f.tokens), "")
-        not_these = set(but)
-        seats = [
-            seat
-            for seat in self.ready(flights[0].kin, generation)
-            if seat.identity.incarnation not in not_these
-        ]
+        kin, generation, not_these = flights[0].kin, flights[0].generation, set(but)
+        every = [s for s in self.ready(kin) if s.identity.incarnation not in not_these]
+        seats = [s for s in every if s.identity.fingerprint == generation]
+        if not seats and not any(f.tokens for f in flights):
+            seats = every
         if not seats:
             return None
         drawn = self._chance.sample(seats, min(2, len(seats)))
@@ -240,10 +235,10 @@ class Router:
     def _open(self, opening: Opening) -> None:
         """Sends requests to an engine that has not refused them; without one they wait, or, where
         nobody was told yet that they run, are refused."""
-        for flight in list(opening.flights):
-            if flight.losses >= MOST_LOSSES:
-                self._give_up(opening, _died_of(flight))
         if not opening.flights:
+            return
+        if opening.flights[0].losses >= MOST_LOSSES:
+            self._give_up(opening, _died_of(opening.flights[0]))
             return
         now = self._clock()
         seat = self._choose(opening.flights, opening.refused)
@@ -265,6 +260,11 @@ class Router:
         seat.num_placed += len(asks)
         self.counters.add("placed", len(asks))
         seat.post(Submit(tuple(asks)))
+
+    def _again(self, opening: Opening) -> None:
+        """As `_open`, for requests that were sent to an engine already."""
+        self.counters.add("retried", len(opening.flights))
+        self._open(opening)
 
     def _give_up(self, opening: Opening, error: DeepdraftError) -> None:
         """Nobody takes these requests."""
@@ -315,7 +315,7 @@ class Router:
         for opening in _openings(flights):
             if self._choose(opening.flights, opening.refused) is not None:
                 self._take_back(seat, opening.flights)
-                self._open(opening)
+                self._again(opening)
         for flight in flights:
             if flight.seat is not seat or flight.opening is not None:
                 continue

@@ -150,6 +150,16 @@ class Service:
         reuse = None if self._engine is None else self._engine.reuse
         return None if reuse is None else reuse.fleet
 
+    @property
+    def engine(self) -> Engine | None:
+        """The engine, once there is one."""
+        return self._engine
+
+    @property
+    def engine_failure(self) -> str | None:
+        """Why the engine has stopped, if it has."""
+        return None if self._engine is None else self._engine.failure
+
     def resolve_name(self, name: str | None, view: ModelView) -> str:
         """The name a response shows. Raises UnknownModel, which lists the served names."""
         if name is None:

@@ -13,7 +13,8 @@ from deepdraft.cli.main import main
 from deepdraft.errors import ConfigError, EngineError
 from deepdraft.server import fleet_ray, fleet_replica
 from deepdraft.server.fleet_config import FleetFile, load_fleet_file
-from deepdraft.server.fleet_replica import Replica, Watch, with_label
+from deepdraft.server.fleet_node import Watch
+from deepdraft.server.fleet_replica import Replica, with_label
 
 
 def fleet_of(tmp_path: Path, text: str) -> FleetFile:
@@ -49,8 +50,8 @@ cpus = 4
     options = fleet_ray.options_of(fleet)
     assert options["num_replicas"] == 3
     assert options["ray_actor_options"] == {"num_cpus": 0.5, "num_gpus": 0}
-    assert options["max_ongoing_requests"] == 11
-    assert options["graceful_shutdown_timeout_s"] == 3.0
+    assert fleet_ray.front_options_of(fleet)["max_ongoing_requests"] == 3 * 11 + 256
+    assert options["graceful_shutdown_timeout_s"] == 3.0 + 10.0 + 15.0
     assert options["health_check_period_s"] == 1.5
     assert fleet_ray.http_options(fleet) == {"host": "0.0.0.0", "port": 8123}
 
@@ -169,16 +170,38 @@ def test_a_replica_lies_on_one_node(tmp_path: Path) -> None:
 def test_only_an_engine_that_stands_still_with_requests_hangs() -> None:
     watch = Watch(hang_s=10.0)
     idle, busy = {"running": 0, "decode_steps": 5}, {"running": 1, "decode_steps": 5}
-    watch.look(idle, 0.0)
-    watch.look(idle, 100.0)
-    watch.look(busy, 101.0)
-    watch.look(busy, 109.0)
+    for now in (0.0, 4.0, 100.0, 101.0):
+        watch.look(idle, now)
+    for now in (102.0, 106.0, 110.0):
+        watch.look(busy, now)
     watch.look({**busy, "decode_steps": 6}, 110.5)
-    watch.look({**busy, "decode_steps": 6, "prompt_tokens": 256}, 120.0)
+    watch.look({**busy, "decode_steps": 6, "prompt_tokens": 256}, 115.0)
     stuck = {"waiting": 2, "decode_steps": 6, "prompt_tokens": 256, "requests": 9}
-    watch.look(stuck, 129.0)
+    for now in (119.0, 123.0, 124.9):
+        watch.look(stuck, now)
     with pytest.raises(EngineError, match="no step for 10 s with 2 requests"):
-        watch.look({**stuck, "requests": 12}, 130.0)  # requests that arrive are no progress
+        watch.look({**stuck, "requests": 12}, 125.0)  # requests that arrive are no progress
+
+
+def test_a_pause_of_the_whole_process_is_no_hang() -> None:
+    watch = Watch(hang_s=10.0)
+    busy = {"running": 1, "decode_steps": 5}
+    watch.look(busy, 0.0)
+    watch.look(busy, 600.0)
+    watch.look(busy, 604.0)
+    watch.look(busy, 608.0)
+    with pytest.raises(EngineError, match="no step"):
+        watch.look(busy, 611.0)
+
+
+def test_an_engine_on_which_everything_fails_is_no_good() -> None:
+    watch = Watch(hang_s=10.0)
+    watch.look({"decode_steps": 5, "finished_error": 7}, 0.0)
+    watch.look({"decode_steps": 5, "finished_error": 9}, 1.0)
+    watch.look({"decode_steps": 6, "finished_error": 10}, 2.0)
+    watch.look({"decode_steps": 6, "finished_error": 12}, 3.0)
+    with pytest.raises(EngineError, match="last 3 requests failed"):
+        watch.look({"decode_steps": 6, "finished_error": 13}, 4.0)
 
 
 def test_a_replica_of_another_version_never_starts() -> None:
@@ -201,7 +224,7 @@ def test_the_selftest_of_a_replica_is_ours(tmp_path: Path, monkeypatch: pytest.M
         assert said == ["-m", "deepdraft.cli.main", "selftest", "--device", "cpu"]
 
 
-def test_an_answer_says_which_replica_gave_it() -> None:
+def test_an_answer_says_which_front_gave_it() -> None:
     headers = [(b"a", b"b"), (b"x-request-id", b"1")]  # the proxy writes that one
 
     async def app(scope: object, receive: object, send: object) -> None:
@@ -213,8 +236,8 @@ def test_an_answer_says_which_replica_gave_it() -> None:
     async def send(message: dict[str, object]) -> None:
         got.append(message)
 
-    asyncio.run(with_label(app, "me")({"type": "http"}, None, send))
-    assert got[0]["headers"] == [(b"a", b"b"), (b"x-deepdraft-replica", b"me")]
+    asyncio.run(with_label(app, b"x-deepdraft-front", "me")({"type": "http"}, None, send))
+    assert got[0]["headers"] == [(b"a", b"b"), (b"x-deepdraft-front", b"me")]
     assert got[1] == {"type": "http.response.body", "body": b"x"}
 
 
@@ -234,9 +257,6 @@ class _Loads:
     def close(self) -> None:
         self.closed = True
 
-    def health(self) -> dict[str, object]:
-        return {"state": "failed"}
-
 
 def test_a_replica_whose_selftest_fails_never_becomes_ready(
     monkeypatch: pytest.MonkeyPatch,
@@ -250,5 +270,3 @@ def test_a_replica_whose_selftest_fails_never_becomes_ready(
     with pytest.raises(EngineError, match="selftest fails on this machine: cpu"):
         asyncio.run(Replica.__init__(replica, FleetFile(), __version__, "a"))
     assert replica.service.closed
-    with pytest.raises(EngineError, match="the engine has failed"):
-        asyncio.run(replica.check_health())

@@ -209,7 +209,7 @@ class World:
         ]
         client = Client(requests, streamed)
         self.clients.append(client)
-        self.router.submit(requests, client.take, client.open, kin=IDENTITY.kin, streamed=streamed)
+        self.router.submit(requests, client.take, client.open, IDENTITY, streamed=streamed)
         return client
 
     def read(self) -> None:
@@ -334,7 +334,7 @@ def test_a_deterministic_rule_counts_though_it_is_the_engines_own() -> None:
     client = Client(
         [GenerateRequest(request_id="r", prompt_ids=(1,), sampling=SamplingParams(seed=1))]
     )
-    world.router.submit(client.requests, client.take, client.open, kin=identity.kin, streamed=True)
+    world.router.submit(client.requests, client.take, client.open, identity, streamed=True)
     world.read()
     engine.step(world.router)
     world.die(engine)
