@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from deepdraft.proof.bench import provenance
 from tests.kv.fleet_run import FleetRun, can_make_networks
 
-FAULTS = ["kill", "stall", "redis_lost", "redis_stall", "redis_old", "partition"]
+FAULTS = ["kill", "leave", "stall", "redis_lost", "leave_killed", "redis_stall", "redis_old"]
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
     namespaces = options.namespaces and can_make_networks()
     if options.namespaces and not namespaces:
         print("no network namespaces here (root and the ip command are needed): loopback")
-    faults = FAULTS if namespaces else FAULTS[:-1]
+    faults = [*FAULTS, "partition"] if namespaces else FAULTS
     what = vars(options) | {"out": None, "nixl": bool(options.nixl)}
     result: dict[str, Any] = {"what": what, **provenance()}
     with tempfile.TemporaryDirectory() as directory:

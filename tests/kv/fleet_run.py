@@ -406,6 +406,14 @@ hurry = {hurry}
             os.kill(node.process.pid, signal.SIGSTOP)
             time.sleep(1.0)
             os.kill(node.process.pid, signal.SIGCONT)
+        elif kind == "leave":
+            node.stop()
+            node.start()
+        elif kind == "leave_killed":
+            node.process.send_signal(signal.SIGTERM)
+            time.sleep(self.random.uniform(0.0, 0.15))
+            node.kill()
+            node.start()
         node.away = False
 
     def _redis_fault(self, kind: str) -> None:
@@ -494,7 +502,16 @@ hurry = {hurry}
                 for name in ("reserved", "quarantined", "pins", "leaked_slots", "leaked_bytes"):
                     totals[name] += report[name]
                 for name, value in report["stats"].items():
-                    if name.startswith(("kv_fetch_", "kv_claim_", "kv_lookup_", "kv_sidecar_")):
+                    if name.startswith(
+                        (
+                            "kv_fetch_",
+                            "kv_claim_",
+                            "kv_lookup_",
+                            "kv_sidecar_",
+                            "kv_hand",
+                            "kv_taken",
+                        )
+                    ):
                         totals[name] += value
         seen = self.lineage.counts if self.lineage is not None else Counter[str]()
         return {

@@ -30,6 +30,7 @@ class Node(Service):
         stats = self.stats()
         super().close()
         if reuse is not None and not self.report.exists():
+            stats |= reuse.stats()  # with what was handed over at the end
             self.report.write_text(json.dumps({**books(reuse.cache), "stats": stats}))
 
 

@@ -33,6 +33,15 @@ def test_two_processes_that_are_killed_and_lose_their_directory(tmp_path: Path) 
 
 
 @pytest.mark.full
+def test_servers_that_stop_under_load(tmp_path: Path) -> None:
+    """SIGTERM, and SIGKILL shortly after it: conversations move, or are computed again."""
+    done = go(tmp_path, turns=60, faults=["leave", "leave_killed"], first_port=28000)
+    books = done["servers"]
+    assert isinstance(books, dict)
+    assert books["kv_handed_over"]  # who took them may have been killed later
+
+
+@pytest.mark.full
 @pytest.mark.skipif(not can_make_networks(), reason="needs root and network namespaces")
 def test_partitions_and_stalls(tmp_path: Path) -> None:
     faults = ["partition", "stall", "redis_stall", "redis_old"]
