@@ -6,6 +6,7 @@ Knows nothing of: Ray; the module that does is imported when a command runs.
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -31,12 +32,16 @@ def _load(file: str) -> Any:
 
 @fleet.command()
 @_config
-def up(file: str) -> None:
+@click.option("--resume", is_flag=True, help="Go on elsewhere with streams of a lost replica.")
+def up(file: str, resume: bool) -> None:
     """Start the replicas that CONFIG describes. With a Ray of its own it stays until interrupted;
     on the cluster of `ray.address` it returns when all are ready."""
     from deepdraft.server.fleet_ray import up as run
 
-    run(_load(file), lambda text: click.echo(text, err=True))
+    described = _load(file)
+    if resume:
+        described = replace(described, replicas=replace(described.replicas, resume=True))
+    run(described, lambda text: click.echo(text, err=True))
 
 
 @fleet.command()
@@ -61,12 +66,35 @@ def status(file: str, as_json: bool) -> int:
 
 @fleet.command()
 @_config
-def drain(file: str) -> None:
-    """End the fleet: no new requests, those at hand get `server.drain_s` to finish."""
+@click.argument("replica", required=False)
+def drain(file: str, replica: str | None) -> None:
+    """End the fleet, or one REPLICA (as `status` and answers name it), which is replaced: no new
+    requests, those at hand get `server.drain_s` to finish."""
     from deepdraft.server.fleet_config import load_fleet_file
+
+    if replica is not None:
+        from deepdraft.server.fleet_upgrade import drain_one
+
+        drain_one(load_fleet_file(file), replica, lambda text: click.echo(text, err=True))
+        return
     from deepdraft.server.fleet_ray import drain as run
 
     run(load_fleet_file(file))
+
+
+@fleet.command()
+@_config
+@click.option(
+    "--in-place",
+    is_flag=True,
+    help="An old replica leaves before a new one starts: for machines without room for one more.",
+)
+def upgrade(file: str, in_place: bool) -> None:
+    """Replace the replicas, one after the other and under load, by those that CONFIG describes:
+    another model, other settings, the code that is installed now."""
+    from deepdraft.server.fleet_upgrade import upgrade as run
+
+    run(_load(file), lambda text: click.echo(text, err=True), in_place=in_place)
 
 
 @fleet.command()

@@ -27,6 +27,7 @@ from deepdraft.server.fleet_config import FleetFile
 from deepdraft.server.fleet_front import Front
 from deepdraft.server.fleet_registry import RayRegistry
 from deepdraft.server.fleet_replica import Replica
+from deepdraft.server.fleet_version import Deployed, version_of
 
 RAY_SERIES = "2.60"
 """What this was tried with; Ray Serve changes between its minor versions."""
@@ -34,7 +35,8 @@ INSTALL = f"pip install 'ray[serve]=={RAY_SERIES}.*'"
 DEPLOYMENT, FRONTS = "Replica", "Front"
 _STORE_BYTES = 100 << 20
 """Ray's own object store, which a fleet hardly uses."""
-_LOOK_S = 0.5
+LOOK_S = 0.5
+"""Seconds between two looks at what Ray does."""
 _STARTS = 3
 """A replica that fails so often before it was ever ready ends the start of the fleet."""
 _LAST_S = 15.0
@@ -42,6 +44,7 @@ _LAST_S = 15.0
 _OTHERS = 256
 """Requests of a front that need no engine: models, tokens, metrics."""
 _FAILED = "DEPLOY_FAILED"
+_POLICY = "deepdraft.server.fleet_scale:Policy"
 Say = Callable[[str], None]
 
 
@@ -112,13 +115,36 @@ def options_of(fleet: FleetFile) -> dict[str, Any]:
     replicas = fleet.replicas
     return {
         "name": DEPLOYMENT,
-        "num_replicas": replicas.count,
+        **number_of(fleet),
         "ray_actor_options": {"num_cpus": replicas.cpus, "num_gpus": replicas.gpus},
         "max_constructor_retry_count": _STARTS,
         "health_check_period_s": replicas.look_s,
         "health_check_timeout_s": max(replicas.look_s, 10.0),
-        "graceful_shutdown_timeout_s": _leaving_s(fleet),
-        "graceful_shutdown_wait_loop_s": _LOOK_S,
+        "graceful_shutdown_timeout_s": leaving_s(fleet),
+        "graceful_shutdown_wait_loop_s": LOOK_S,
+    }
+
+
+def number_of(fleet: FleetFile) -> dict[str, Any]:
+    """How many replicas, in Ray Serve's terms: a number, or bounds and who decides."""
+    replicas = fleet.replicas
+    if not replicas.scales:
+        return {"num_replicas": replicas.count}
+    low, high = replicas.bounds
+    rules = {name: getattr(replicas, name) for name in ("busy", "wait_s", "up_s", "down_s")}
+    rules |= {"min_count": low, "max_count": high, "capacity": fleet.config.engine.max_running}
+    return {
+        "autoscaling_config": {
+            "min_replicas": low,
+            "initial_replicas": replicas.count,
+            "max_replicas": high,
+            # Ours waits, and knows why.
+            "upscale_delay_s": 0.0,
+            "downscale_delay_s": 0.0,
+            "metrics_interval_s": replicas.look_s,
+            "look_back_period_s": 5 * replicas.look_s,
+            "policy": {"policy_function": _POLICY, "policy_kwargs": rules},
+        }
     }
 
 
@@ -136,19 +162,51 @@ def front_options_of(fleet: FleetFile) -> dict[str, Any]:
         "health_check_period_s": replicas.look_s,
         "health_check_timeout_s": max(replicas.look_s, 10.0),
         "graceful_shutdown_timeout_s": fleet.config.server.drain_s + _LAST_S,
-        "graceful_shutdown_wait_loop_s": _LOOK_S,
+        "graceful_shutdown_wait_loop_s": LOOK_S,
     }
 
 
-def bound(fleet: FleetFile, version: str = __version__) -> Any:
-    """The fleet as Ray Serve runs it: fronts, and the engines that they find for themselves."""
-    serve = _serve()
-    engines = serve.deployment(**options_of(fleet))(Replica).bind(fleet, version)
-    fronts = serve.deployment(**front_options_of(fleet))(serve.ingress()(Front))
-    return fronts.bind(fleet, version, engines)
+def bound(deployed: Deployed, *, in_place: bool = False) -> Any:
+    """The fleet as Ray Serve runs it: fronts, and the engines that they find for themselves.
+
+    Replicas of another version are replaced: one more is started before one leaves, or with
+    `in_place` one leaves first.
+    """
+    serve, fleet = _serve(), deployed.fleet
+    change = {
+        "version": deployed.name,
+        "max_surge_percent": 0 if in_place else 1,  # rounded up: one
+        "rolling_update_percentage": 0.01,  # likewise
+    }
+    engines = serve.deployment(**options_of(fleet), **change)(Replica)
+    fronts = serve.deployment(**front_options_of(fleet), **change)(serve.ingress()(Front))
+    return fronts.bind(fleet, deployed.program, engines.bind(fleet, deployed.program))
 
 
-def _leaving_s(fleet: FleetFile) -> float:
+def deploy(deployed: Deployed, *, in_place: bool = False) -> None:
+    """Tells Ray Serve what is to run, and does not wait."""
+    target = _serve().RunTarget(
+        target=bound(deployed, in_place=in_place), name=deployed.fleet.name, route_prefix="/"
+    )
+    _serve().run_many([target], wait_for_applications_running=False)
+
+
+def free_of_nodes() -> list[dict[str, float]]:
+    """CPUs and GPUs of each node that nobody has set aside."""
+    state: Any = importlib.import_module("ray._private.state")
+    return list(state.available_resources_per_node().values())
+
+
+def states(found: Any) -> str:
+    """How many replicas of an application are in which state, in words."""
+    parts = []
+    for name, deployment in found.deployments.items():
+        counts = ((str(k).lower(), int(v)) for k, v in dict(deployment.replica_states).items())
+        parts.append(f"{name}: " + ", ".join(f"{n} {state}" for state, n in sorted(counts) if n))
+    return "; ".join(parts)
+
+
+def leaving_s(fleet: FleetFile) -> float:
     """Seconds that a replica may take to leave."""
     return fleet.config.server.drain_s + fleet.config.fleet.hand_over_s + _LAST_S
 
@@ -170,14 +228,14 @@ def up(fleet: FleetFile, say: Say) -> None:
     """
     check_ray()
     if fleet.ray.address is not None:
-        with _connected(fleet) as ray:
+        with connected(fleet) as ray:
             _deploy(ray, fleet, threading.Event(), say)
         return
     check_this_machine(fleet)
     with _own_ray(fleet, say) as ray, _stops() as stop:
         _deploy(ray, fleet, stop, say)
-        while not stop.wait(_LOOK_S):
-            if _application(fleet.name) is None:
+        while not stop.wait(LOOK_S):
+            if application(fleet.name) is None:
                 say("the fleet was ended")
                 return
         say(f"running requests get {fleet.config.server.drain_s:g} s to finish")
@@ -187,8 +245,8 @@ def up(fleet: FleetFile, say: Say) -> None:
 def status(fleet: FleetFile) -> dict[str, Any]:
     """State of the application and how many replicas are in which state. Raises ConfigError."""
     check_ray()
-    with _connected(fleet):
-        found = _application(fleet.name)
+    with connected(fleet):
+        found = application(fleet.name)
         if found is None:
             raise ConfigError(f"no fleet {fleet.name} runs there: deepdraft fleet up CONFIG")
         deployment = found.deployments.get(DEPLOYMENT)
@@ -206,14 +264,14 @@ def status(fleet: FleetFile) -> dict[str, Any]:
 def drain(fleet: FleetFile) -> None:
     """Ends the fleet: no new request, those at hand get `server.drain_s`. Raises ConfigError."""
     check_ray()
-    with _connected(fleet):
+    with connected(fleet):
         _end(fleet)
 
 
 def down(fleet: FleetFile) -> None:
     """Ends the fleet at once, with what it is doing. Raises ConfigError."""
     check_ray()
-    with _connected(fleet) as ray:
+    with connected(fleet) as ray:
         serve = _serve()
         serve.delete(fleet.name, _blocking=False)
         for name in _actors(fleet.name):
@@ -257,7 +315,7 @@ def _settle_environment(token: Path) -> None:
 
 
 @contextlib.contextmanager
-def _connected(fleet: FleetFile) -> Generator[Any]:
+def connected(fleet: FleetFile) -> Generator[Any]:
     address = address_of(fleet)
     if fleet.ray.address is None:
         _settle_environment(token_file(fleet.name))
@@ -335,16 +393,18 @@ def _stops() -> Generator[threading.Event]:
 def _deploy(ray: Any, fleet: FleetFile, stop: threading.Event, say: Say) -> None:
     check_nodes(ray.nodes(), fleet)
     serve = _serve()
-    if _application(fleet.name) is not None:
+    if application(fleet.name) is not None:
         raise ConfigError(f"a fleet {fleet.name} runs there already: deepdraft fleet down CONFIG")
     _say_directory(fleet, say)
     begin = time.monotonic()
     serve.start(proxy_location="EveryNode", http_options=http_options(fleet))
-    RayRegistry(fleet.name).clear()
-    target = serve.RunTarget(target=bound(fleet), name=fleet.name, route_prefix="/")
-    serve.run_many([target], wait_for_applications_running=False)
+    registry = RayRegistry(fleet.name)
+    registry.clear()
+    deployed = Deployed(fleet, version_of(fleet), __version__)
+    registry.keep(deployed.encode())
+    deploy(deployed)
     while not stop.is_set():
-        found = _application(fleet.name)
+        found = application(fleet.name)
         state = "NOT_STARTED" if found is None else str(found.status.value)
         if state == "RUNNING":
             say(
@@ -354,14 +414,14 @@ def _deploy(ray: Any, fleet: FleetFile, stop: threading.Event, say: Say) -> None
             return
         late = time.monotonic() - begin > fleet.ray.start_s
         if state == _FAILED or late:
-            why = "" if found is None else _why(found)
+            cause = "" if found is None else why(found)
             serve.delete(fleet.name, _blocking=False)
-            cause = f"within ray.start_s = {fleet.ray.start_s:g} s" if late else "at all"
-            raise EngineError(f"a replica does not become ready {cause}: {why}")
-        stop.wait(_LOOK_S)
+            when = f"within ray.start_s = {fleet.ray.start_s:g} s" if late else "at all"
+            raise EngineError(f"a replica does not become ready {when}: {cause}")
+        stop.wait(LOOK_S)
 
 
-def _why(application: Any) -> str:
+def why(application: Any) -> str:
     """Ray's words about a failed start, the end of them: there the error itself stands."""
     texts = [application.message, *(d.message for d in application.deployments.values())]
     text = str(max((t for t in texts if t), key=len, default="Ray does not say why"))
@@ -390,7 +450,7 @@ def _say_directory(fleet: FleetFile, say: Say) -> None:
         )
 
 
-def _application(name: str) -> Any:
+def application(name: str) -> Any:
     """What Ray Serve says of the fleet; None where it has none. Raises EngineError."""
     try:
         return _serve().status().applications.get(name)
@@ -406,15 +466,15 @@ def _actors(name: str) -> list[str]:
 
 
 def _end(fleet: FleetFile) -> None:
-    if _application(fleet.name) is None:
+    if application(fleet.name) is None:
         raise ConfigError(f"no fleet {fleet.name} runs there")
     _serve().delete(fleet.name, _blocking=False)
-    _wait_gone(fleet, _leaving_s(fleet) + _LAST_S)
+    _wait_gone(fleet, leaving_s(fleet) + _LAST_S)
 
 
 def _wait_gone(fleet: FleetFile, most_s: float) -> None:
     limit = time.monotonic() + most_s
-    while _application(fleet.name) is not None:
+    while application(fleet.name) is not None:
         if time.monotonic() > limit:
             raise EngineError(f"the fleet {fleet.name} does not end: deepdraft fleet down CONFIG")
-        time.sleep(_LOOK_S)
+        time.sleep(LOOK_S)

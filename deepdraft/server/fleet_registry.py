@@ -51,6 +51,8 @@ class RayRegistry:
     def __init__(self, name: str) -> None:
         self._seats = f"{name}/engine/".encode()
         self._secret = f"{name}/secret".encode()
+        self._deployed = f"{name}/deployed".encode()
+        self._leaving = f"{name}/leaving/".encode()
 
     def put(self, entry: Entry) -> None:
         """Adds or replaces."""
@@ -81,8 +83,31 @@ class RayRegistry:
 
     def clear(self) -> None:
         """Forgets engines and secret: before a fleet starts and after it has ended."""
-        for key in (self._secret, *self._kv("list")(self._seats, namespace=_NAMESPACE)):
+        lists = (self._kv("list")(k, namespace=_NAMESPACE) for k in (self._seats, self._leaving))
+        for key in (self._secret, self._deployed, *(key for keys in lists for key in keys)):
             self._kv("del")(key, namespace=_NAMESPACE)
+
+    def keep(self, data: bytes) -> None:
+        """What the fleet runs, for whoever changes it."""
+        self._kv("put")(self._deployed, data, overwrite=True, namespace=_NAMESPACE)
+
+    def kept(self) -> bytes | None:
+        """What was kept last; None: nothing."""
+        found = self._kv("get")(self._deployed, namespace=_NAMESPACE)
+        return None if found is None else bytes(found)
+
+    def ask_to_leave(self, incarnation: str) -> None:
+        """The engine is to leave when it looks next."""
+        key = self._leaving + incarnation.encode()
+        self._kv("put")(key, b"1", overwrite=True, namespace=_NAMESPACE)
+
+    def asked_to_leave(self, incarnation: str) -> bool:
+        """Whether the engine is to leave; says so once."""
+        key = self._leaving + incarnation.encode()
+        asked = self._kv("get")(key, namespace=_NAMESPACE) is not None
+        if asked:
+            self._kv("del")(key, namespace=_NAMESPACE)
+        return asked
 
     @staticmethod
     def _kv(call: str) -> Callable[..., Any]:

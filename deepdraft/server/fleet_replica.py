@@ -89,6 +89,7 @@ class Replica:
             )
         self.label = label or _label()
         self._fleet = fleet
+        self._leaves: asyncio.Task[None] | None = None
         self.service = Service(lambda: load(fleet), fleet.of_replica(self.label))
         server = self.service.config.server
         configure_logging(server.log_level, server.log_format)
@@ -133,13 +134,38 @@ class Replica:
             with contextlib.suppress(Exception):  # Ray's own; fronts keep what they have
                 if self.entry not in await asyncio.to_thread(self._registry.entries):
                     await asyncio.to_thread(self._registry.put, self.entry)
+                asked = self._registry.asked_to_leave
+                if await asyncio.to_thread(asked, self.entry.incarnation):
+                    self._leaves = asyncio.create_task(self._leave())
+                    return
 
     async def check_health(self) -> None:
         """Called by Ray Serve every `look_s`. Raises EngineError where the engine is dead or
-        hangs."""
+        hangs, and where it has left because it was asked to: then Ray starts another."""
+        if self._leaves is not None:
+            if self._leaves.done():
+                raise EngineError("this replica was drained")
+            return
         self.node.check()
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Ray Serve every `look_s` where the number of replicas follows the load, of
+        which `fleet_scale.Policy` hears this."""
+        load = self.node.load()
+        wait_s = load.to_read * load.prompt_us / 1e6
+        return {
+            "running": float(load.running),
+            "waiting": float(load.waiting),
+            "wait_s": wait_s,
+        }
+
     async def leave(self) -> None:
+        """See `_leave`; once only."""
+        if self._leaves is None:
+            self._leaves = asyncio.create_task(self._leave())
+        await asyncio.shield(self._leaves)
+
+    async def _leave(self) -> None:
         """Takes nothing new, finishes what it can within `server.drain_s`, gives the rest to the
         other replicas, and its conversations too."""
         drain_s = self._fleet.config.server.drain_s

@@ -16,7 +16,7 @@ from deepdraft.errors import ConfigError
 from deepdraft.server.fleet_config import FleetFile, RayConfig, Replicas
 
 _MODEL_FILES = ("*.safetensors", "*.json")
-_COUNTED = ("count", "min_count", "max_count", "busy", "wait_s", "up_s", "down_s")
+_COUNTED = ("count", "min_count", "max_count", "busy", "wait_s", "up_s", "down_s", "fronts")
 """Settings of `replicas` that say how many there are, not what they are."""
 
 

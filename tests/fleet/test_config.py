@@ -270,3 +270,18 @@ def test_a_replica_whose_selftest_fails_never_becomes_ready(
     with pytest.raises(EngineError, match="selftest fails on this machine: cpu"):
         asyncio.run(Replica.__init__(replica, FleetFile(), __version__, "a"))
     assert replica.service.closed
+
+
+def test_bounds_make_the_number_follow_the_load(tmp_path: Path) -> None:
+    """What Ray Serve is told builds the policy that decides."""
+    fixed = fleet_of(tmp_path, "[replicas]\ncount = 3")
+    assert fleet_ray.number_of(fixed) == {"num_replicas": 3}
+    text = (
+        "[engine]\nmax_running = 4\n[replicas]\ncount = 2\nmin_count = 1\nmax_count = 5\nlook_s = 1"
+    )
+    told = fleet_ray.number_of(fleet_of(tmp_path, text))["autoscaling_config"]
+    bounds = [told[f"{name}_replicas"] for name in ("min", "initial", "max")]
+    assert bounds == [1, 2, 5] and told["metrics_interval_s"] == 1
+    module, _, name = told["policy"]["policy_function"].partition(":")
+    policy = getattr(importlib.import_module(module), name)(**told["policy"]["policy_kwargs"])
+    assert (policy._rules.min_count, policy._rules.max_count, policy._rules.capacity) == (1, 5, 4)
