@@ -7,7 +7,9 @@ Knows nothing of: prompts, sampling, signals, sockets. Importing it does not imp
 import asyncio
 import codecs
 import contextlib
+import math
 import re
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sized
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,6 +30,7 @@ from deepdraft.server.auth import KeyGate, named_keys, tenant
 from deepdraft.server.connections import DIRECT_SEND, LEAST_BYTES_PER_S
 from deepdraft.server.dialect_routes import dialect_routes
 from deepdraft.server.identify import given_id, request_id
+from deepdraft.server.limits import Held, Limits, Place, open_limits
 from deepdraft.server.metrics import metrics_text, process_text
 from deepdraft.server.origins import PageGate
 from deepdraft.server.page import PREFIX, page_response
@@ -106,7 +109,8 @@ def json_response(
 def error_response(error: BaseException, retry_after_s: int, path: str) -> Response:
     """The answer for an error of `path`; 429 and 503 carry Retry-After."""
     status = error.http_status if isinstance(error, DeepdraftError) else 500
-    headers = {"retry-after": str(retry_after_s)} if status in (429, 503) else {}
+    wait_s = max(1, math.ceil(getattr(error, "retry_after_s", retry_after_s)))
+    headers = {"retry-after": str(wait_s)} if status in (429, 503) else {}
     if status == 408:
         # A client that sends so slowly is not waited for. Behind other errors the rest of a body is
         # read and dropped, or the client might lose the answer while it still sends.
@@ -130,10 +134,14 @@ def create_app(service: Service, traces: "Traces | None" = None) -> ASGIApp:
         yield
         handlers.sessions.close()
         await asyncio.to_thread(service.close)
+        await limits.close()
         if traces is not None:
             await asyncio.to_thread(traces.close)
 
-    handlers = Handlers(service, traces)
+    settings = service.config.server
+    keys = named_keys(settings.api_keys, settings.keys)
+    limits = open_limits(service.config, keys, service.counters)
+    handlers = Handlers(service, traces, limits)
     routes = [
         Route("/", handlers.guard(handlers.page), methods=["GET"]),
         Route(PREFIX + "{name}", handlers.guard(handlers.page), methods=["GET"]),
@@ -155,10 +163,8 @@ def create_app(service: Service, traces: "Traces | None" = None) -> ASGIApp:
         lifespan=lifespan,
         exception_handlers={HTTPException: handlers.http_error},
     )
-    settings = service.config.server
-    keys = named_keys(settings.api_keys, settings.keys)
     if keys:
-        app = KeyGate(app, keys)
+        app = KeyGate(app, keys, limits)
     else:
         # A page has no key to send.
         app = PageGate(app, settings.cors_origins, settings.host)
@@ -195,8 +201,11 @@ class Counted:
 class Handlers:
     """What the routes do."""
 
-    def __init__(self, service: Service, traces: "Traces | None" = None) -> None:
+    def __init__(
+        self, service: Service, traces: "Traces | None" = None, limits: Limits | None = None
+    ) -> None:
         self.service, self.traces = service, traces
+        self.limits = limits or Limits(())
         self.settings = service.config.server
         self.sessions = Sessions(service)
         self._held = 0
@@ -423,8 +432,19 @@ class Handlers:
         headers = {"x-request-id": given_id(request) or job.id, "request-id": job.id}
         if job.ignored:
             headers["x-deepdraft-ignored"] = ", ".join(job.ignored)
-        events: EventSource = await _opened(engine, job)
-        headers |= getattr(events, "headers", {})
+        there, place = await self.admit(request, job)
+        if not there:
+            return _nobody
+        events: EventSource
+        try:
+            events = await _opened(engine, job)
+            headers |= getattr(events, "headers", {})
+        except BaseException:
+            if place is not None:
+                place.leave(-job.num_prompt)  # what it did not use
+            raise
+        if place is not None:
+            events = Held(events, place, lambda: sum(c.num_tokens for c in job.choices))
         path, id = request.url.path, headers["x-request-id"]
         if self.traces is not None:
             events = self.traces.watch(job, events, path=path, headers=request.headers, id=id)
@@ -455,6 +475,37 @@ class Handlers:
             work.cancel()
             events.close()
         return json_response(work.result(), headers=headers) if done else _nobody
+
+    async def admit(self, request: Request, job: "Job") -> "tuple[bool, Place | None]":
+        """Waits until the request's key may run the job: whether the client is still there, and
+        the place that the job holds. Raises TooManyRequests, Expired."""
+        from deepdraft.server.job import Expired
+        from deepdraft.server.stream import until_disconnect
+
+        whose, begin = tenant(request), time.monotonic()
+        if whose is None or not self.limits.bind(whose):
+            return True, None
+        entered = self.limits.enter(whose, len(job.requests), job.num_prompt)
+        work = asyncio.ensure_future(entered)
+        try:
+            async with asyncio.timeout(job.requests[0].deadline_s):
+                if not await until_disconnect(request.receive, work):
+                    _drop(work)
+                    return False, None
+        except TimeoutError:
+            _drop(work)
+            raise Expired(
+                "the time that this request may take is over before its key may run it"
+            ) from None
+        except BaseException:
+            _drop(work)
+            raise
+        waited_s = time.monotonic() - begin
+        job.requests = [
+            r if r.deadline_s is None else replace(r, deadline_s=max(1e-3, r.deadline_s - waited_s))
+            for r in job.requests
+        ]
+        return True, work.result()
 
     async def body(self, request: Request) -> bytes:
         """The request's body. Raises BodyTooLarge before more than the limit is held, BodyTooSlow
@@ -506,6 +557,17 @@ class Handlers:
 
         for one in tuple(self._bodies):
             one[0].call_soon_threadsafe(end, one)
+
+
+def _drop(work: "asyncio.Task[Place | None]") -> None:
+    """Ends the wait for a place; one that was given in the same moment is given back."""
+
+    def ended(work: "asyncio.Task[Place | None]") -> None:
+        if not work.cancelled() and work.exception() is None and (place := work.result()):
+            place.leave(0)
+
+    work.cancel()
+    work.add_done_callback(ended)
 
 
 async def _opened(engine: Any, job: "Job") -> "EventSource":

@@ -1,15 +1,14 @@
 """API keys: which requests may pass, how many of them, and whose they are.
 
-Owns: the check of `Authorization: Bearer` and `x-api-key`, the rate of each key, the answers to
-requests that do not pass.
-Knows nothing of: bodies, models. Keys are held as digests and never logged. Runs without torch.
+Owns: the check of `Authorization: Bearer` and `x-api-key`, answers to requests that do not pass.
+Knows nothing of: bodies, models, how limits are counted (`limits`). Keys are held as digests and
+never logged. Runs without torch.
 """
 
 import hashlib
 import hmac
 import math
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 from starlette.requests import Request
@@ -19,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from deepdraft.config import ApiKey
 from deepdraft.errors import DeepdraftError
 from deepdraft.server.identify import request_id
+from deepdraft.server.limits import Limits, TooManyRequests
 from deepdraft.server.page import is_page
 from deepdraft.server.wire_errors import body_for_path
 
@@ -35,14 +35,6 @@ class Unauthorized(DeepdraftError):
     http_status = 401
     kind = "authentication_error"
     code = "invalid_api_key"
-
-
-class TooManyRequests(DeepdraftError):
-    """A key is used more often than it may be (HTTP 429)."""
-
-    http_status = 429
-    kind = "rate_limit_error"
-    code = "rate_limit_exceeded"
 
 
 def presented_keys(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
@@ -75,41 +67,15 @@ def named_keys(plain: Sequence[str], keys: Sequence[ApiKey] = ()) -> tuple[ApiKe
     return (*numbered, *keys)
 
 
-class Rate:
-    """So many a minute, and as many at once after a pause."""
-
-    def __init__(self, per_minute: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._per_s, self._most = per_minute / 60, max(1.0, per_minute)
-        self._clock = clock
-        self._left, self._seen = self._most, clock()
-
-    def take(self) -> float:
-        """Takes one: 0 where it may pass, else the seconds until one may."""
-        now = self._clock()
-        self._left = min(self._most, self._left + (now - self._seen) * self._per_s)
-        self._seen = now
-        if self._left < 1:
-            return (1 - self._left) / self._per_s
-        self._left -= 1
-        return 0.0
-
-
 class KeyGate:
     """Lets a request through to `app` if one of its keys is valid, else answers 401 or 429."""
 
-    def __init__(
-        self, app: ASGIApp, keys: Sequence[ApiKey], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """`keys`: the valid ones, at least one."""
+    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], limits: Limits | None = None) -> None:
+        """`keys`: the valid ones, at least one; `limits`: theirs, by default counted here."""
         if not keys:
             raise ValueError("a gate without keys would let nobody in")
-        self._app = app
+        self._app, self._limits = app, limits or Limits(keys)
         self._keys = tuple((bytes.fromhex(key.sha256), key) for key in keys)
-        self._rates = {
-            key.name: Rate(key.requests_per_minute, clock)
-            for key in keys
-            if key.requests_per_minute is not None
-        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
@@ -126,8 +92,7 @@ class KeyGate:
                 return
             scope["deepdraft.owner"], key = match
             scope["deepdraft.tenant"] = key.name
-            rate = self._rates.get(key.name)
-            wait_s = rate.take() if rate else 0.0
+            wait_s = await self._limits.request(key.name)
             if wait_s:
                 error = TooManyRequests(
                     f"this key may send {key.requests_per_minute:g} requests a minute; "

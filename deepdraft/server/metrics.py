@@ -43,6 +43,12 @@ _BY_LABEL = (
     ),
     ("cut_", "connections_cut_total", "reason", "Connections cut for breaking a limit."),
     (
+        "limit_",
+        "key_limits_total",
+        "what",
+        "Requests that met a limit of their key, by what came of it.",
+    ),
+    (
         "spec_accepted_",
         "spec_decode_steps_total",
         "accepted",

@@ -13,7 +13,8 @@ import pytest
 
 from deepdraft.config import ApiKey, ServerConfig, load_config
 from deepdraft.errors import ConfigError
-from deepdraft.server.auth import Rate, named_keys
+from deepdraft.server.auth import named_keys
+from deepdraft.server.limits import Bucket
 from deepdraft.server.metrics import metrics_text
 from deepdraft.telemetry import Histogram, JsonFormatter, configure_logging, log_event, logger
 
@@ -192,14 +193,14 @@ def test_a_named_key_has_a_rate_of_its_own(make_client: Callable[..., Client]) -
 
 def test_a_rate_by_the_clock() -> None:
     now = [0.0]
-    rate = Rate(60, lambda: now[0])
+    rate = Bucket(60, lambda: now[0])
     assert sum(rate.take() == 0 for _ in range(100)) == 60
     assert math.isclose(rate.take(), 1.0)
     now[0] += 2.0
     assert [rate.take() == 0 for _ in range(3)] == [True, True, False]
     now[0] += 1e6
     assert sum(rate.take() == 0 for _ in range(100)) == 60
-    slow = Rate(0.5, lambda: now[0])
+    slow = Bucket(0.5, lambda: now[0])
     assert slow.take() == 0 and math.isclose(slow.take(), 120.0)
 
 
