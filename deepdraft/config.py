@@ -194,6 +194,8 @@ class ApiKey:
     """Requests that wait; one more is answered 429."""
     requests_per_minute: float | None = None
     """HTTP requests on average; a minute's worth may come at once."""
+    tokens_per_minute: float | None = None
+    """Tokens of prompts and answers on average, likewise; an answer's are counted when it ends."""
 
     def __post_init__(self) -> None:
         ok = isinstance(self.name, str) and re.fullmatch(r"[\w.@-]{1,64}", self.name) is not None
@@ -210,8 +212,9 @@ class ApiKey:
             value = getattr(self, name)
             ok = value is None or (_is_int(value) and value >= 1)
             _require(ok, f"server.keys.{name}", value, "an integer >= 1, or absent")
-        if self.requests_per_minute is not None:
-            _require_number("server.keys.requests_per_minute", self.requests_per_minute, 0.01)
+        for name in ("requests_per_minute", "tokens_per_minute"):
+            if getattr(self, name) is not None:
+                _require_number(f"server.keys.{name}", getattr(self, name), 0.01)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
