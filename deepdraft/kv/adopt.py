@@ -8,10 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from deepdraft.kv.cache import KvCache
 from deepdraft.kv.prefix import Path
 from deepdraft.kv.snapshot import ChunkRef, Manifest
 from deepdraft.kv.store import CheckpointData, Chunk
+
+
+class Ahead:
+    """Names of chunks and the way through the index of a request's tokens, made while its peer
+    answers: what is fetched mostly begins with the same tokens."""
+
+    def __init__(self, cache: KvCache, token_ids: np.ndarray) -> None:
+        self.index = cache.index[True]
+        self.names = cache.chunk_keys(token_ids)
+        self.path = self.index.path(token_ids)
+
+    def names_of(self, manifest: Manifest) -> list[bytes]:
+        """Of a manifest that `fetch.shorten` cut: its last chunk may go on with other tokens."""
+        return self.names[: len(manifest.chunks) - 1]
+
+    def path_of(self, manifest: Manifest, shared: int) -> Path | None:
+        """None: the manifest has more than the `shared` tokens."""
+        more = manifest.num_tokens > shared
+        return None if more else self.index.start_of(self.path, manifest.num_tokens)
 
 
 def names_of(cache: KvCache, manifest: Manifest, known: Sequence[bytes] = ()) -> list[bytes]:

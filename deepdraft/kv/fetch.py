@@ -16,6 +16,7 @@ import secrets
 import ssl
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,20 +24,22 @@ import msgspec
 import numpy as np
 
 from deepdraft.kv import wire
-from deepdraft.kv.adopt import adopt, known_chunks, names_of
+from deepdraft.kv.adopt import Ahead, adopt, known_chunks, names_of
 from deepdraft.kv.cache import KvCache
 from deepdraft.kv.directory import Record
 from deepdraft.kv.errors import SnapshotError, StoreFull
-from deepdraft.kv.prefix import shared_tokens, token_array
+from deepdraft.kv.prefix import Path, shared_tokens, token_array
 from deepdraft.kv.settings import TransferSettings
 from deepdraft.kv.sidecar import NixlTransport, Sidecar
 from deepdraft.kv.snapshot import Manifest, decode_manifest
 from deepdraft.kv.store import Chunk
 from deepdraft.kv.transfer import authenticate, check_address
-from deepdraft.kv.transport import Piece, Reading, TcpTransport, Transport
+from deepdraft.kv.transport import CHUNKS_PER_LINK, Piece, Reading, TcpTransport, Transport
 from deepdraft.telemetry import Counters, log_event
 
 logger = logging.getLogger(__name__)
+MOST_THREADS = 256
+"""A fetch has two a connection; they are made as needed, kept, and end with the fetcher."""
 Outcome = Literal[
     "hit",
     "miss",
@@ -77,6 +80,64 @@ class _Refused(Exception):
         self.outcome: Outcome = outcome
 
 
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What is fetched of a peer's conversation, and what is known of it ahead."""
+
+    wanted: Manifest
+    indices: Sequence[int]
+    """Of its chunks, in the peer's order."""
+    names: Sequence[bytes]
+    path: Path | None
+
+
+class _Further:
+    """Further connections for one fetch: made while the owner answers, joined while its manifest is
+    checked. (Made after it, they came 2 ms later, while the first one read a fifth of all.)"""
+
+    def __init__(
+        self, connect: Callable[[], wire.Link], crew: ThreadPoolExecutor, count: int
+    ) -> None:
+        self._connect = connect
+        self._token: Future[bytes] = Future()
+        self._links = [crew.submit(self._join) for _ in range(count)]
+
+    def admit(self, token: bytes) -> None:
+        """The owner answered: connections may join its lease."""
+        self._token.set_result(token)
+
+    def take(self) -> wire.Link:
+        """A connection that joined, made now where there is none. Raises OSError or SnapshotError
+        for one that did not come about."""
+        try:
+            ahead = self._links.pop()
+        except IndexError:
+            return self._join()
+        return ahead.result()
+
+    def close(self) -> None:
+        """Closes those that nobody took, when they are there."""
+        self._token.cancel()
+        while self._links:
+            self._links.pop().add_done_callback(_close_unused)
+
+    def _join(self) -> wire.Link:
+        link = self._connect()
+        try:
+            link.send(wire.Join(wire.PROTOCOL, self._token.result()))
+            if not isinstance(link.reply(), wire.Joined):
+                raise SnapshotError("the peer's lease ended before it was read")
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+
+def _close_unused(joined: Future[wire.Link]) -> None:
+    if joined.exception() is None:
+        joined.result().close()
+
+
 class Fetcher:
     """May be used by several threads at once."""
 
@@ -101,6 +162,7 @@ class Fetcher:
         self.settings = settings or TransferSettings()
         self.counters = Counters()
         self._backoff: dict[Peer, float] = {}
+        self._crew = ThreadPoolExecutor(MOST_THREADS, "deepdraft-kv-fetch")
 
     def fetch(
         self,
@@ -191,7 +253,7 @@ class Fetcher:
     ) -> Fetched:
         nonce = secrets.token_bytes(wire.NONCE_BYTES)
         began = time.perf_counter()
-        link = self.connect(peer)
+        link, further = self.connect(peer), None
         try:
             link.send(
                 wire.Open(
@@ -206,7 +268,8 @@ class Fetcher:
             )
             # While the owner makes the manifest.
             tokens = None if token_ids is None else token_array(token_ids)
-            names = [] if tokens is None else self.cache.chunk_keys(tokens)
+            further = self._further(peer, tokens)
+            ahead = None if tokens is None else Ahead(self.cache, tokens)
             opened = link.reply()
             self._note("open", time.perf_counter() - began)
             if isinstance(opened, wire.Refused):
@@ -217,29 +280,38 @@ class Fetcher:
             mac = authenticate(self.fleet_key, nonce, opened.manifest)
             if not hmac.compare_digest(mac, opened.mac):
                 raise SnapshotError("the manifest was not made by a member of this fleet")
+            further.admit(opened.token)
             manifest = decode_manifest(
                 opened.manifest, layout=self.cache.layout, expected=self.cache.expected
             )
             if manifest.chunk_blocks != self.cache.settings.chunk_blocks:
                 raise _Refused("incompatible")
-            if tokens is None:
-                wanted, indices = manifest, list(range(len(manifest.all_chunks())))
-            else:
-                shorter, indices = shorten(manifest, tokens)
+            wanted, indices, names, path = manifest, range(len(manifest.all_chunks())), [], None
+            if tokens is not None and ahead is not None:
+                shorter, indices, shared = shorten(manifest, tokens)
                 if shorter is None:
                     raise _Refused("miss")
                 wanted = shorter
                 if not self.worth_it(wanted, tokens):
                     raise _Refused("too_slow")
-            transport = self.wrap(self._transport(peer, link, opened.token, manifest))
-            del names[len(wanted.chunks) - 1 :]  # the last chunk may go on with other tokens
-            return self._take(link, transport, wanted, indices, names, only_free=tokens is None)
+                names, path = ahead.names_of(wanted), ahead.path_of(wanted, shared)
+            transport = self.wrap(self._transport(link, further, manifest))
+            work = _Work(wanted, indices, names_of(self.cache, wanted, names), path)
+            return self._take(link, transport, work, only_free=tokens is None)
         finally:
             link.close()
+            if further is not None:
+                further.close()
 
-    def _transport(
-        self, peer: Peer, link: wire.Link, token: bytes, manifest: Manifest
-    ) -> Transport:
+    def _further(self, peer: Peer, tokens: np.ndarray | None) -> _Further:
+        """Connections that will be of use if the peer has all of these tokens."""
+        count = 0
+        if tokens is not None and self.sidecar is None:
+            size = self.cache.settings.chunk_blocks * self.cache.layout.block_tokens
+            count = min(self.settings.connections, len(tokens) // size // CHUNKS_PER_LINK) - 1
+        return _Further(lambda: self.connect(peer), self._crew, max(0, count))
+
+    def _transport(self, link: wire.Link, further: _Further, manifest: Manifest) -> Transport:
         """By sidecars where both have one now, else over connections like this one."""
         if self.sidecar is not None and self.sidecar.export is not None:
             link.send(wire.Locate())
@@ -250,52 +322,40 @@ class Fetcher:
                 return NixlTransport(self.settings, link, self.sidecar, located)
             if not isinstance(located, wire.Refused):
                 raise SnapshotError("the peer answered something else than was asked")
-        return TcpTransport(self.settings, link, lambda: self._join(peer, token))
+        return TcpTransport(self.settings, link, further.take)
 
     def _take(
-        self,
-        link: wire.Link,
-        transport: Transport,
-        wanted: Manifest,
-        indices: list[int],
-        names: Sequence[bytes],
-        *,
-        only_free: bool,
+        self, link: wire.Link, transport: Transport, work: _Work, *, only_free: bool
     ) -> Fetched:
-        memory = self.cache.memory
+        memory, wanted = self.cache.memory, work.wanted
         refs = wanted.all_chunks()
         if max(ref.length for ref in refs) > memory.slab.slot_bytes:
             raise SnapshotError("the peer's chunks are larger than a slot here")
         # Chunks of earlier turns are here already, under the same name and digest.
-        names = names_of(self.cache, wanted, names)
-        parts: list[int | Chunk] = list(known_chunks(self.cache, wanted, names))
+        parts: list[int | Chunk] = list(known_chunks(self.cache, wanted, work.names))
         known = [part for part in parts if isinstance(part, Chunk)]
         slots: list[int] = []
         try:
             slots = memory.reserve(len(parts) - len(known), only_free=only_free)
             free = iter(slots)
             parts = [part if isinstance(part, Chunk) else next(free) for part in parts]
-            work = [
+            pieces = [
                 Piece(index, ref, part, memory.room(part, ref.length).data)
-                for index, ref, part in zip(indices, refs, parts, strict=True)
+                for index, ref, part in zip(work.indices, refs, parts, strict=True)
                 if not isinstance(part, Chunk)
             ]
-            reading = Reading(transport, work, deadline_s=self.settings.deadline_s)
-            began, paths, closed = time.perf_counter(), [], []
-            index = self.cache.index[wanted.exact]
+            reading = Reading(transport, pieces, self._crew, self.settings)
+            began, closed = time.perf_counter(), []
             try:
-                reading.run(
-                    lambda: paths.append(index.path(wanted.token_ids)),
-                    lambda: closed.append(_ask(link, wire.Close())),
-                )
+                reading.run(lambda: closed.append(_ask(link, wire.Close())))
             finally:
                 self._note("read", time.perf_counter() - began)
                 self._note("verify", reading.verify_s)
             if closed != [wire.Closed(valid=True)]:
                 raise SnapshotError("the peer's lease did not hold while it was read")
-            entry = adopt(self.cache, wanted, parts, names, *paths)
+            entry = adopt(self.cache, wanted, parts, work.names, work.path)
             slots, known = [], []
-            read = sum(len(piece.into) for piece in work)
+            read = sum(len(piece.into) for piece in pieces)
             return Fetched("hit", entry, wanted.num_tokens, read)
         finally:
             memory.unreserve(self._hold_back(transport, slots))
@@ -315,17 +375,6 @@ class Fetcher:
             self.sidecar.restart()
         return sorted(free)
 
-    def _join(self, peer: Peer, token: bytes) -> wire.Link:
-        link = self.connect(peer)
-        try:
-            link.send(wire.Join(wire.PROTOCOL, token))
-            if not isinstance(link.reply(), wire.Joined):
-                raise SnapshotError("the peer's lease ended before it was read")
-        except BaseException:
-            link.close()
-            raise
-        return link
-
 
 def _ask(link: wire.Link, message: wire.Request) -> wire.Reply:
     link.send(message)
@@ -336,12 +385,13 @@ def _ask(link: wire.Link, message: wire.Request) -> wire.Reply:
 
 def shorten(
     manifest: Manifest, token_ids: Sequence[int] | np.ndarray
-) -> tuple[Manifest | None, list[int]]:
-    """The part of a snapshot that a request can use, as a manifest of its own, and the places of
-    its chunks in the whole one. Whole chunks only; None where nothing is shared."""
+) -> tuple[Manifest | None, list[int], int]:
+    """The part of a snapshot that a request can use, as a manifest of its own, the places of its
+    chunks in the whole one, and how many tokens are shared. Whole chunks only; None where nothing
+    is shared."""
     shared = shared_tokens(manifest.token_ids, token_array(token_ids))
     if not shared:
-        return None, []
+        return None, [], 0
     size = manifest.chunk_blocks * manifest.layout.block_tokens
     count = min(len(manifest.chunks), -(-shared // size))
     tokens = min(manifest.num_tokens, count * size)
@@ -360,4 +410,5 @@ def shorten(
             checkpoints=tuple(kept),
         ),
         indices,
+        shared,
     )

@@ -129,6 +129,11 @@ class PrefixIndex:
             hash(key)  # a key remembers it
         return Path(tokens, keys)
 
+    def start_of(self, path: Path, num_tokens: int) -> Path:
+        """The path of a conversation's first tokens."""
+        end = num_tokens * TOKEN_BYTES
+        return Path(path.tokens[:end], path.keys[: end // self.block])
+
     def insert(
         self,
         entry: int,

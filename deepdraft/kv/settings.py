@@ -88,6 +88,9 @@ class TransferSettings:
     backoff_s: float = 5.0
     connections: int = field(default_factory=lambda: min(4, max(1, (os.cpu_count() or 1) // 4)))
     """Of one fetch, where there are many chunks; more than one pays where cores are idle."""
+    check_beside: bool = field(default_factory=lambda: (os.cpu_count() or 1) > 2)
+    """Digests have a thread of their own beside each connection's; on two cores, which receiving
+    and sending fill, it would only wait for them."""
     sidecar_start_s: float = 30.0
     """Until a sidecar must have registered its memory."""
     sidecar_answer_s: float = 1.0

@@ -121,7 +121,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return b"".join((start, digest(start, body), body))
 
 
-def manifest_size(head: bytes) -> int:
+def manifest_size(head: bytes | memoryview) -> int:
     """Bytes of the manifest that follows these 48 bytes. Raises SnapshotError."""
     if len(head) != HEAD_BYTES or head[:8] != MAGIC:
         raise SnapshotError("these bytes are no deepdraft snapshot (magic differs)")
@@ -135,7 +135,7 @@ def manifest_size(head: bytes) -> int:
 
 
 def decode_manifest(
-    data: bytes, *, layout: Layout | None = None, expected: bytes | None = None
+    data: bytes | memoryview, *, layout: Layout | None = None, expected: bytes | None = None
 ) -> Manifest:
     """Head and manifest, checked against the root, the layout and the fingerprint; without those
     against itself, which is enough to look at it.

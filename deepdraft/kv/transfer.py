@@ -44,11 +44,11 @@ def check_address(host: str, tls: ssl.SSLContext | None) -> None:
         )
 
 
-def authenticate(fleet_key: bytes | None, nonce: bytes, manifest: bytes) -> bytes:
+def authenticate(fleet_key: bytes | None, nonce: bytes, manifest: bytes | memoryview) -> bytes:
     """What proves that a member of the fleet made this manifest for this request."""
     if fleet_key is None:
         return b""
-    return blake3(nonce + manifest, key=fleet_key).digest()
+    return blake3(nonce, key=fleet_key).update(manifest).digest()
 
 
 class Exporter:
@@ -74,6 +74,8 @@ class Exporter:
         self.counters = Counters()
         self._lock = threading.Lock()
         self._owned: dict[str, tuple[str, int, int]] = {}
+        self._heads: dict[int, bytes] = {}
+        """Manifests of entries that are owned: 4 bytes a token."""
         self._tokens: dict[bytes, int] = {}
         """Leases by the token under which further connections may join them."""
         self._links: set[wire.Link] = set()
@@ -82,11 +84,15 @@ class Exporter:
         self._closing = False
 
     def own(self, key: str, record: Record, entry: int) -> None:
-        """The directory says this conversation is ours, and this entry holds it."""
+        """The directory says this conversation is ours, and this entry holds it. Its manifest is
+        made now, rather than while a peer waits for it."""
+        alive = self.cache.memory.entries
+        there = alive.get(entry)
+        made = {} if there is None else {entry: encode_manifest(self.cache.manifest(there))}
         with self._lock:
             self._owned[key] = (record.epoch, record.sequence, entry)
-            if len(self._owned) > 2 * len(self.cache.memory.entries) + 16:
-                alive = self.cache.memory.entries
+            self._heads = {n: h for n, h in self._heads.items() if n in alive} | made
+            if len(self._owned) > 2 * len(alive) + 16:
                 self._owned = {k: v for k, v in self._owned.items() if v[2] in alive}
 
     def disown(self, key: str, *seen: str | int) -> None:
@@ -139,9 +145,9 @@ class Exporter:
                     self._threads.discard(thread)
 
         thread = threading.Thread(target=run, name="deepdraft-kv-export", daemon=True)
-        with self._lock:
+        with self._lock:  # `close` joins what is in the set
+            thread.start()
             self._threads.add(thread)
-        thread.start()
 
     def _accept(self, listener: socket.socket) -> None:
         while not self._closing:
@@ -182,7 +188,10 @@ class Exporter:
         lease, token = None, b""
         try:
             with self._link(sock) as link:
-                first = link.request()
+                try:
+                    first = link.request()
+                except wire.Disconnected:
+                    return  # made ahead, and not needed
                 if isinstance(first, wire.Join):
                     self._join(link, first)
                     return
@@ -240,10 +249,10 @@ class Exporter:
             if lease is None:
                 return wire.Refused("busy"), None
             self.counters.add("opened")
-            head = encode_manifest(self.cache.manifest(entry))
+            head = self._heads.get(entry.id) or encode_manifest(self.cache.manifest(entry))
             mac = authenticate(self.fleet_key, request.nonce, head)
             token = secrets.token_bytes(wire.NONCE_BYTES)
-            return wire.Opened(head, self.cache.settings.lease_s, token, mac), lease.id
+            return wire.Opened(memoryview(head), self.cache.settings.lease_s, token, mac), lease.id
         finally:
             self.cache.memory.unpin(entry)
 

@@ -90,7 +90,8 @@ class Offer(_Message, frozen=True, tag="offer"):
 class Opened(_Message, frozen=True, tag="opened"):
     """The manifest, with its head; the lease ends after `lease_s` unless renewed."""
 
-    manifest: bytes
+    manifest: memoryview
+    """Of what was received, not copied."""
     lease_s: float
     token: bytes
     """For `Join`."""

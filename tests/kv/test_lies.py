@@ -84,9 +84,10 @@ class Pair:
         assert self.fetch().outcome == "hit" and self.b.start(TOKENS) == 100
 
 
-@pytest.fixture(params=[1, 3], ids=["one-link", "three-links"])
+@pytest.fixture(params=[(1, False), (3, True)], ids=["one-link", "three-links-checked-beside"])
 def pair(request: pytest.FixtureRequest) -> Any:
-    made = Pair(connections=request.param)
+    connections, beside = request.param
+    made = Pair(connections=connections, check_beside=beside)
     yield made
     made.close()
 
@@ -305,17 +306,18 @@ def test_an_owner_that_restarted_does_not_know_old_records(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_connections_share_the_chunks_and_each_is_checked(damaged: bool) -> None:
-    pair = Pair(connections=3)
-    served: dict[int, wire.Link] = {}
-    first, joined = pair.entry, threading.Event()
-    assert len(first.all_chunks()) >= 3 * CHUNKS_PER_LINK
+@pytest.mark.parametrize("beside", [False, True])
+def test_connections_share_the_chunks_and_each_is_checked(damaged: bool, beside: bool) -> None:
+    pair = Pair(connections=3, check_beside=beside)
+    served: list[tuple[wire.Link, int]] = []
+    entry, joined = pair.entry, threading.Event()
+    assert len(entry.all_chunks()) >= 3 * CHUNKS_PER_LINK
 
     def lie(link: wire.Link, index: int, lease: int) -> None:
-        served[index] = link
-        if index == 0:  # the connection that asked waits until another one has had its turn
+        served.append((link, index))
+        if link is served[0][0]:  # it waits until another connection has had its turn
             assert joined.wait(10)
-        elif link is not served.get(0):
+        else:
             joined.set()
             if damaged:
                 nothing_moved(pair.liar, link, index, lease)
@@ -328,8 +330,8 @@ def test_connections_share_the_chunks_and_each_is_checked(damaged: bool) -> None
             pair.refuses("corrupt")
         else:
             assert pair.fetch().outcome == "hit" and pair.b.start(TOKENS) == 100
-            assert set(served) == set(range(len(first.all_chunks())))
-        assert len({id(link) for link in served.values()}) > 1
+            assert sorted(i for _, i in served) == list(range(len(entry.all_chunks())))
+        assert len({id(link) for link, _ in served}) > 1
     finally:
         pair.close()
 

@@ -25,7 +25,9 @@ from tests.kv.test_exact import both
 from tests.kv.test_faults import LAYOUT, Kept
 
 KEY, RECORD, NONCE = "k" * 64, Record("epoch", 7, "A"), bytes(16)
-FAST = TransferSettings(connect_s=2, deadline_s=20, idle_s=1.0, renew_s=0.0001, backoff_s=30)
+FAST = TransferSettings(
+    connect_s=2, deadline_s=20, idle_s=1.0, renew_s=0.0001, backoff_s=30, check_beside=True
+)
 TOKENS = text(1, 100)
 
 
@@ -197,7 +199,7 @@ def test_a_shortened_manifest_is_a_right_one() -> None:
     kept.cache.store(state, captured)
     manifest = kept.cache.manifest(kept.entries[0])
     for shared in (0, 1, 19, 20, 49, 50, 56, 99, 100):
-        short, indices = shorten(manifest, TOKENS[:shared])
+        short, indices, _ = shorten(manifest, TOKENS[:shared])
         if not shared:
             assert short is None
             continue
