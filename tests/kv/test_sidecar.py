@@ -485,7 +485,7 @@ def test_a_sidecar_gets_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DEEPDRAFT_ENVIRONMENTS", str(tmp_path))
-    names = ("directory", "name", "listen", "advertise", "files", "fetch", "nixl")
+    names = ("directory", "name", "listen", "advertise", "files", "fetch", "nixl", "hand_over_s")
     flags = dict.fromkeys(f"kv_{name}" for name in names)
     assert fleet_settings(flags)["nixl"] is None
     assert fleet_settings({**flags, "kv_nixl": "/x/python"})["nixl"] == "/x/python"
