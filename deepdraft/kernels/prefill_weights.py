@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepdraft.kernels.attention import scaled_bf16, spread, unpack_pairs
+from deepdraft.kernels.attention import spread, unpack_pairs
 from deepdraft.kernels.layout import Tiled
 from deepdraft.kernels.native.fragments import Streamed
-from deepdraft.kernels.rounding import from_e4m3, from_e8m0, to_bf16_rne
+from deepdraft.kernels.rounding import from_e2m1, from_e4m3, from_e8m0, to_bf16_rne
 from deepdraft.kernels.runtime import INTERPRET
 
 FP8, BF16 = tl.constexpr(0), tl.constexpr(1)
@@ -45,26 +45,54 @@ def stored(w: Tiled | Streamed) -> Stored:
 
 
 @triton.jit
-def standard_codes(byte):
-    """Bytes of two E2M1 codes in fragment order -> the first code low, the second high."""
+def fragment_values(byte):
+    """Bytes [.., 16 n] in fragment order -> values of the first and of the second half of a tile's
+    rows, bf16 [.., 16 n]: four of each for four bytes, columns in order; exact.
+
+    A byte holds one code in the bits 7 3 2 1 and one in 0 6 5 4; odd bytes are of the first half.
+    The magnitude's bits stand where a bf16 number has the end of its exponent and the begin of its
+    mantissa: that is 2**-126 times the value, zeros and the subnormal 0.5 too.
+    """
     if INTERPRET:
-        sign = ((byte >> 4) & 0x08) | ((byte << 7) & 0x80)
-        return sign | ((byte >> 1) & 0x07) | (byte & 0x70)
+        shape: tl.constexpr = byte.shape
+        code = tl.reshape(byte, (byte.numel // 4, 2, 2))
+        one = ((code >> 4) & 0x08) | ((code >> 1) & 0x07)
+        two = ((code << 3) & 0x08) | ((code >> 4) & 0x07)
+        both = tl.permute(tl.join(one, two), (0, 3, 1, 2))
+        second, first = tl.split(to_bf16_rne(from_e2m1(both)))
+        return tl.reshape(first, shape), tl.reshape(second, shape)
     else:
         return tl.inline_asm_elementwise(
             """
-            { .reg .b32 a, b;
-              shr.u32 a, $1, 4;  and.b32 a, a, 0x08080808;
-              shr.u32 b, $1, 1;  lop3.b32 a, b, 0x07070707, a, 0xEA;
-              shl.b32 b, $1, 7;  lop3.b32 a, b, 0x80808080, a, 0xEA;
-              lop3.b32 $0, $1, 0x70707070, a, 0xEA; }
+            { .reg .b32 s, m, a, b, c, d, by;
+              mov.b32 by, 0x7E807E80;
+              shr.u32 m, $4, 3;                        and.b32 m, m, 0x01C001C0;
+              lop3.b32 a, $4, 0x80008000, m, 0xEA;     mul.bf16x2 $0, a, by;
+              shl.b32 s, $4, 7;  shr.u32 m, $4, 6;     and.b32 m, m, 0x01C001C0;
+              lop3.b32 b, s, 0x80008000, m, 0xEA;      mul.bf16x2 $1, b, by;
+              shl.b32 s, $4, 8;  shl.b32 m, $4, 5;     and.b32 m, m, 0x01C001C0;
+              lop3.b32 c, s, 0x80008000, m, 0xEA;      mul.bf16x2 $2, c, by;
+              shl.b32 s, $4, 15; shl.b32 m, $4, 2;     and.b32 m, m, 0x01C001C0;
+              lop3.b32 d, s, 0x80008000, m, 0xEA;      mul.bf16x2 $3, d, by; }
             """,
-            "=r,r",
+            "=&r,=&r,=&r,=&r,r",
             [byte],
-            dtype=tl.uint8,
+            dtype=(tl.bfloat16, tl.bfloat16),
             is_pure=True,
             pack=4,
         )
+
+
+@triton.jit
+def scaled_pairs(x, scale):
+    """As `attention.scaled_bf16`, two neighbours by one instruction."""
+    if INTERPRET:
+        return to_bf16_rne(x.to(tl.float32) * scale)
+    else:
+        return tl.inline_asm_elementwise(
+            "mul.bf16x2 $0, $1, $2;", "=r,r,r", [x, scale.to(tl.bfloat16)],
+            dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -152,12 +180,11 @@ def pair_tile(
             byte = tl.load(w_ptr + at, mask=(first + group < G)[:, None], other=0)
         else:
             byte = tl.load(w_ptr + at)
-        one, two = unpack_pairs(standard_codes(byte))
-        both = tl.reshape(tl.join(one, two), (BN // 16, P, 8, 4, 2, 2, 2, 2, 2))
-        # unit, group, row, thread of it, tile, step, low, 1 - half, pair
-        odd, even = tl.split(tl.permute(both, (0, 1, 2, 3, 4, 5, 6, 8, 7)))
-        both = tl.join(even, odd)
-        both = tl.permute(both, (0, 2, 8, 1, 3, 5, 7, 6, 4))
+        first_half, second_half = fragment_values(byte)
+        both = tl.join(first_half, second_half)
+        both = tl.reshape(both, (BN // 16, P, 8, 4, 2, 2, 2, 2, 2))
+        # unit, group, row, thread of it, tile, step, pair, column, half
+        both = tl.permute(both, (0, 2, 8, 1, 3, 5, 6, 7, 4))
         low, high = tl.split(tl.reshape(both, (BN, P * 32, 2)))
     else:
         k = first * 32 + tl.arange(0, P * 32)
@@ -168,6 +195,6 @@ def pair_tile(
         else:
             byte = tl.load(w_ptr + at)
         low, high = unpack_pairs(byte)
-    low = scaled_bf16(low, spread(pair_scales(ws_ptr, base, i, first, G, 0, TILE, P), 32))
-    high = scaled_bf16(high, spread(pair_scales(ws_ptr, base, i, first, G, 1, TILE, P), 32))
+    low = scaled_pairs(low, spread(pair_scales(ws_ptr, base, i, first, G, 0, TILE, P), 32))
+    high = scaled_pairs(high, spread(pair_scales(ws_ptr, base, i, first, G, 1, TILE, P), 32))
     return low, high
