@@ -50,6 +50,7 @@ def up(file: str, resume: bool) -> None:
 def status(file: str, as_json: bool) -> int:
     """Show what the replicas are doing; exit code 1 unless all that are wanted run."""
     from deepdraft.server.fleet_config import load_fleet_file
+    from deepdraft.server.fleet_metrics import replica_line
     from deepdraft.server.fleet_ray import status as ask
 
     found = ask(load_fleet_file(file))
@@ -59,6 +60,8 @@ def status(file: str, as_json: bool) -> int:
     else:
         states = ", ".join(f"{count} {name.lower()}" for name, count in replicas.items())
         click.echo(f"{found['name']} at {found['url']}: {found['state'].lower()}; {states}")
+        for own in found["engines"]:
+            click.echo(f"  {replica_line(own)}")
         if found["message"]:
             click.echo(found["message"])
     return 0 if replicas.get("RUNNING", 0) >= replicas["wanted"] else 1
