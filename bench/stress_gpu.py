@@ -3,7 +3,7 @@
     python bench/stress_gpu.py --json FILE [--seconds 190] [--parts forms,where,grid,alone,whole]
 
 What a step gives (logits) and leaves (caches, tokens) is compared on the device, after every
-replay, with the same step captured without programmatic launch.
+replay, with the same launches one behind the other: in one lane, without programmatic launch.
 
 forms  6 rows, 22 experts, every form of `FORMS`, many replays and the time of one: `kept` is the
        fastest with no other bits anywhere
@@ -40,8 +40,9 @@ from deepdraft.models.v41_step import Lanes  # noqa: E402
 from deepdraft.proof.bench_step import Capture, time_graph  # noqa: E402
 
 FORMS = (
-    "", "combine+voted", "query", "query+voted", "combine", "voted", "combine+query+voted",
-    "combine+ordered",
+    "", "held", "fenced", "held+fenced", "query", "query+held", "query+fenced",
+    "query+held+fenced", "held+voted", "combine+held", "combine+held+fenced",
+    "combine+query+held+fenced",
 )  # fmt: skip
 GRID = ((1, 6), (2, 11), (4, 18), (6, 22), (6, 35), (8, 25))
 CONTEXTS = (120, 16376, 32768)
@@ -68,65 +69,73 @@ class Stress(trials_gpu.Tried):
         bench.set_rows(rows, experts)
         bench.context = longest
 
-    def captured(self, *, programmatic: bool) -> Capture:
+    def captured(self, *, programmatic: bool, lanes: bool = True) -> Capture:
+        step = self.p.bench.step
+        usual = step.lanes
+        if not lanes:
+            step.lanes = Lanes(self.p.bench.weights.device, on=False)
         runtime.use_programmatic_launch(programmatic)
         try:
             return self.p.bench.capture()
         finally:
             runtime.use_programmatic_launch(True)
+            step.lanes = usual
 
-    def state(self) -> list[torch.Tensor]:
+    def state(self) -> dict[str, torch.Tensor]:
         c = self.p.bench.caches
-        parts = [c.window_rows, *c.main.values(), *c.index.values(), *c.pending.values(), c.tokens]
-        return [bits(part) for part in parts]
+        found = {"window": bits(c.window_rows), "tokens": bits(c.tokens)}
+        for name, parts in (("main", c.main), ("index", c.index), ("pending", c.pending)):
+            found |= {f"{name} {layer}": bits(part) for layer, part in parts.items()}
+        return found
 
-    def plain_step(self, rows: int) -> tuple[torch.Tensor, list[torch.Tensor], int]:
-        """Logits and state of the plain step, and how many of 5 further replays differ."""
-        plain = self.captured(programmatic=False)
-        plain.graph.replay()
-        self.p.bench.synchronize()
-        logits = plain.logits[:rows].clone()
-        differ = 0
-        for _ in range(5):
-            plain.graph.replay()
-            differ += int(not torch.equal(bits(plain.logits[:rows]), bits(logits)))
-        return logits, [part.clone() for part in self.state()], differ
+    def counted(
+        self, step: Capture, want: torch.Tensor, kept: dict[str, torch.Tensor], replays: int
+    ) -> dict:
+        """Replays with other logits (by row) or state (by part) than those of the plain step."""
+        device = self.p.bench.device
+        rows, now = want.shape[0], self.state()
+        by_row = torch.zeros(rows, dtype=torch.int64, device=device)
+        by_part = torch.zeros(len(now), dtype=torch.int64, device=device)
+        wrong, wrong_state = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
+        for _ in range(replays):
+            step.graph.replay()
+            apart = (bits(step.logits[:rows]) != bits(want)).view(rows, -1).any(1)
+            by_row += apart
+            wrong += apart.any()
+            other = torch.stack([(now[name] != part).any() for name, part in kept.items()])
+            by_part += other
+            wrong_state += other.any()
+        parts = {n: c for n, c in zip(kept, by_part.tolist(), strict=True) if c}
+        return {
+            "replays": replays, "logits_differ": int(wrong), "by_row": by_row.tolist(),
+            "state_differs": int(wrong_state), "parts": parts,
+        }  # fmt: skip
 
     def case(
         self, names: frozenset[str], rows: int, experts: int | None, context: int, replays: int,
-        *, timed: bool = False, lanes: bool = True,
+        *, timed: bool = False, lanes: bool = True, plain: int = 20,
     ) -> dict:  # fmt: skip
-        """One step, replayed so often: how many replays gave other logits (by row) or state."""
+        """One step, replayed so often, and `plain` times without programmatic launch: what differs
+        from launches one behind the other, in one lane."""
         self.use(names)
         self.at(rows, experts, context)
-        logits, state, plain_differ = self.plain_step(rows)
-        bench = self.p.bench
-        usual = bench.step.lanes
-        if not lanes:
-            bench.step.lanes = Lanes(bench.weights.device, on=False)
-        try:
-            step = self.captured(programmatic=True)
-        finally:
-            bench.step.lanes = usual
-        want, now = logits.view(torch.int32), self.state()
-        by_row = torch.zeros(rows, dtype=torch.int64, device=bench.device)
-        wrong, wrong_state = (
-            torch.zeros((), dtype=torch.int64, device=bench.device) for _ in range(2)
-        )
-        for _ in range(replays):
-            step.graph.replay()
-            apart = (step.logits[:rows].view(torch.int32) != want).any(1)
-            by_row += apart
-            wrong += apart.any()
-            other = torch.zeros((), dtype=torch.bool, device=bench.device)
-            for part, kept in zip(now, state, strict=True):
-                other |= (part != kept).any()
-            wrong_state += other
-        found: dict[str, object] = {
-            "replays": replays, "logits_differ": int(wrong), "by_row": by_row.tolist(),
-            "state_differs": int(wrong_state), "plain_differ": plain_differ,
+        first = self.captured(programmatic=False, lanes=False)
+        first.graph.replay()
+        self.p.bench.synchronize()
+        logits = first.logits[:rows].clone()
+        kept = {name: part.clone() for name, part in self.state().items()}
+        again = self.counted(first, logits, kept, 3)
+        found: dict[str, object] = {"plain_differ": 0}
+        if lanes and plain:
+            usual = self.counted(self.captured(programmatic=False), logits, kept, plain)
+            found = {"plain_differ": max(usual["logits_differ"], usual["state_differs"])}
+            found |= {"plain_parts": usual["parts"]} if usual["parts"] else {}
+        step = self.captured(programmatic=True, lanes=lanes)
+        found |= self.counted(step, logits, kept, replays)
+        found |= {
+            "one_by_one_differ": max(again["logits_differ"], again["state_differs"]),
             "finite": bool(torch.isfinite(logits).all()),
-        }  # fmt: skip
+        }
         if timed:
             found["ms"] = round(time_graph(step.graph.replay, replays=10).median, 4)
         return found
@@ -139,7 +148,7 @@ class Stress(trials_gpu.Tried):
         seen: dict[str, torch.Tensor] = {}
         step.observer = lambda name, value: seen.__setitem__(name, value)
         try:
-            plain = self.captured(programmatic=False)
+            plain = self.captured(programmatic=False, lanes=False)
             plain.graph.replay()
             self.p.bench.synchronize()
             want = {name: value.clone() for name, value in seen.items()}
@@ -200,7 +209,7 @@ class Stress(trials_gpu.Tried):
 
 def clean(found: object) -> bool:
     """Whether a case saw nothing but the plain step's bits."""
-    counts = ("logits_differ", "state_differs", "plain_differ")
+    counts = ("logits_differ", "state_differs", "plain_differ", "one_by_one_differ")
     return isinstance(found, dict) and all(found.get(n) == 0 for n in counts)
 
 
@@ -236,6 +245,8 @@ def confirm(stress: Stress, results: Results, args: argparse.Namespace, kept: st
     if "alone" in args.parts:
         for context in (120, 32768):
             results.stage(f"alone at {context}", partial(stress.alone, context, 20), needs=15)
+        run = partial(stress.case, parted(kept), 6, 22, args.context, 10, plain=args.replays)
+        results.stage("without programmatic launch", run, needs=10)
     if "whole" in args.parts:
         for rows, experts in trials_gpu.ROWS:
             run = partial(stress.p.whole, rows, experts)
@@ -264,7 +275,7 @@ def main() -> None:
     results = Results(args.json, args.seconds)
     results.data["device"] = torch.cuda.get_device_name()
     wanted = trials_gpu.wanted()
-    more = ({"ORDERED": 1}, {"VOTED": 1})
+    more = ({"GIVE": 1}, {"GIVE": 2}, {"GIVE": 3}, {"GIVE": 2, "VOTED": 1})
     wanted += [(file, made | other) for other in more for file, made in wanted]
     built = threading.Thread(target=trials_gpu.prebuild, args=(wanted,))
     built.start()

@@ -45,9 +45,9 @@ from deepdraft.kernels.native import (  # noqa: E402
 from deepdraft.kernels.native.fragments import Streamed  # noqa: E402
 
 Names = frozenset[str]
-ALONE = ("combine", "query", "ordered", "fresh", "voted")
+ALONE = ("combine", "query", "held", "fenced", "held+fenced", "voted")
 """Tried alone."""
-SAME_BITS = frozenset({"ordered", "fresh", "voted", "lanes"})
+SAME_BITS = frozenset({"ordered", "fresh", "voted", "held", "fenced", "lanes"})
 """Forms that promise the usual bits; the others sum in another order or take other exponentials."""
 PLANS = frozenset({"query"})
 """Forms that are plans of weights."""

@@ -85,7 +85,9 @@ def test_replays_with_other_bits_are_counted(script, monkeypatch):
 
 
 def test_the_fastest_clean_form_is_kept(script):
-    clean = {"logits_differ": 0, "state_differs": 0, "plain_differ": 0}
+    clean = dict.fromkeys(
+        ("logits_differ", "state_differs", "plain_differ", "one_by_one_differ"), 0
+    )
     forms = {"": clean | {"ms": 9.0}, "a": clean | {"ms": 8.0}, "b": clean | {"ms": 7.0}}
     assert script.fastest(forms) == "b"
     forms["b"] = forms["b"] | {"state_differs": 1}

@@ -102,6 +102,7 @@ __device__ __forceinline__ void copy_bulk(u32 to, const u8* from, u32 bytes, u32
 __device__ __forceinline__ void barriers_made() {
     asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
 }
+__device__ __forceinline__ void reads_done() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void dependency_wait() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
     if (FRESH) asm volatile("fence.acq_rel.gpu;" ::: "memory");

@@ -21,6 +21,8 @@
 //   FOLD   experts: scales of rows go into the rows' halves, relative to the largest of a warp's
 //   OUT    dense: 0 bf16, 1 float32, 2 bf16 values quantised to FP8 in groups of 32
 //   BULK   defined or not: how weights are copied (the same bits)
+//   GIVE   before a place of the ring is given back: 1 a fence between the proxies, 2 wait for what was
+//          read, 3 both (the same bits)
 //   EVERY_LANE  every lane arrives at the barriers of the sums, as racecheck follows it (the same bits)
 //   SHARED_BYTES  of dynamic shared memory
 //
@@ -28,6 +30,9 @@
 
 #include "machine.cuh"
 
+#ifndef GIVE
+#define GIVE 0
+#endif
 #ifndef EVERY_LANE
 #define EVERY_LANE 0
 #endif
@@ -71,6 +76,7 @@ struct Params {
     int picks, places;
     float limit;
     int early;               // launched programmatically: rings are filled before the rows are there
+    u32 zero;                // 0, which the compiler does not know
 };
 
 #include "stream_groups.cuh"
@@ -437,9 +443,24 @@ stream_kernel(const __grid_constant__ Params p) {
         barrier_wait_warp(ready + 8 * at, lap_of(turn, step) & 1);
         to.load(mine + at * SLOT_BYTES, my_scales + at * SLOT_BYTES);
     };
-    auto give_back = [&](int turn, int step) {
+    // What was read is in registers before the place is given back: an arrival may overtake loads that are
+    // under way, and the next copy is made by another proxy.
+    auto give_back = [&](int turn, int step, const Step& read) {
+#if GIVE & 1
+        reads_done();
+#endif
+        u32 seen = 0;
+#if GIVE & 2
+#pragma unroll
+        for (int j = 0; j < ST; j++) {
+            seen |= read.codes[j][0].x;
+            if (FP4) seen |= read.scales[j];
+            else seen |= read.codes[j][FP4 ? 0 : 1].x;
+        }
+        seen &= p.zero;
+#endif
         __syncwarp();
-        barrier_arrive_if(taken + 8 * place_of(turn, step), lane == 0);
+        barrier_arrive_if(taken + 8 * place_of(turn, step) + seen, lane == 0);
     };
 #endif
     for (int task = first_task; task < end_task; task++, k.next(sets)) {
@@ -496,7 +517,7 @@ stream_kernel(const __grid_constant__ Params p) {
                 }
             }
 #ifdef BULK
-            give_back(turn, step);
+            give_back(turn, step, now);
 #endif
         }
 #ifndef BULK

@@ -156,6 +156,7 @@ inline void copy_bulk(u32 to, const u8* from, u32 bytes, u32) {
     memcpy(raw + to, from, bytes);
 }
 inline void barriers_made() {}
+inline void reads_done() {}
 inline void dependency_wait() {}
 inline void launch_dependents() {}
 
