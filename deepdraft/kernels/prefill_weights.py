@@ -84,10 +84,21 @@ def fragment_values(byte):
 
 
 @triton.jit
+def line_scales(word, HALF: tl.constexpr):
+    """Of words [N] of four E8M0 bytes: the scales of a half's two tiles for 16 values, bf16 [N, 16].
+    Byte 0 counts as zero."""
+    n: tl.constexpr = word.numel
+    first = ((word >> (8 * HALF)) & 0xFF) << 7
+    second = ((word >> (16 + 8 * HALF)) & 0xFF) << 7
+    both = tl.join(first, second).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return tl.reshape(tl.broadcast_to(both[:, :, None], (n, 2, 8)), (n, 16))
+
+
+@triton.jit
 def scaled_pairs(x, scale):
     """As `attention.scaled_bf16`, two neighbours by one instruction."""
     if INTERPRET:
-        return to_bf16_rne(x.to(tl.float32) * scale)
+        return to_bf16_rne(x.to(tl.float32) * scale.to(tl.float32))
     else:
         return tl.inline_asm_elementwise(
             "mul.bf16x2 $0, $1, $2;", "=r,r,r", [x, scale.to(tl.bfloat16)],
@@ -180,12 +191,18 @@ def pair_tile(
             byte = tl.load(w_ptr + at, mask=(first + group < G)[:, None], other=0)
         else:
             byte = tl.load(w_ptr + at)
-        first_half, second_half = fragment_values(byte)
+        # One word holds the scales of a line: tile 0 of both halves, then tile 1.
+        word_at = ((base + (i0 // 16 + unit) * G + first + group) * 8 + thread // 4) * 4
+        word_ptr = (ws_ptr + word_at).to(tl.pointer_type(tl.uint32))
+        word = tl.load(word_ptr, mask=first + group < G, other=0)
+        one, two = fragment_values(byte)
+        first_half = scaled_pairs(one, line_scales(word, 0))
+        second_half = scaled_pairs(two, line_scales(word, 1))
         both = tl.join(first_half, second_half)
         both = tl.reshape(both, (BN // 16, P, 8, 4, 2, 2, 2, 2, 2))
         # unit, group, row, thread of it, tile, step, pair, column, half
         both = tl.permute(both, (0, 2, 8, 1, 3, 5, 6, 7, 4))
-        low, high = tl.split(tl.reshape(both, (BN, P * 32, 2)))
+        return tl.split(tl.reshape(both, (BN, P * 32, 2)))
     else:
         k = first * 32 + tl.arange(0, P * 32)
         row_at = (base + i // TILE * G) * (TILE * 32) + i % TILE * 32
@@ -195,6 +212,6 @@ def pair_tile(
         else:
             byte = tl.load(w_ptr + at)
         low, high = unpack_pairs(byte)
-    low = scaled_pairs(low, spread(pair_scales(ws_ptr, base, i, first, G, 0, TILE, P), 32))
-    high = scaled_pairs(high, spread(pair_scales(ws_ptr, base, i, first, G, 1, TILE, P), 32))
-    return low, high
+        low = scaled_pairs(low, spread(pair_scales(ws_ptr, base, i, first, G, 0, TILE, P), 32))
+        high = scaled_pairs(high, spread(pair_scales(ws_ptr, base, i, first, G, 1, TILE, P), 32))
+        return low, high
