@@ -31,7 +31,7 @@ from deepdraft.server.connections import DIRECT_SEND, LEAST_BYTES_PER_S
 from deepdraft.server.dialect_routes import dialect_routes
 from deepdraft.server.identify import given_id, request_id
 from deepdraft.server.limits import Held, Limits, Place, open_limits
-from deepdraft.server.metrics import metrics_text, process_text
+from deepdraft.server.metrics import process_text
 from deepdraft.server.origins import PageGate
 from deepdraft.server.page import PREFIX, page_response
 from deepdraft.server.service import Service
@@ -292,9 +292,9 @@ class Handlers:
 
     async def metrics(self, request: Request) -> Response:
         """The counters, for Prometheus."""
-        stats = {**self.service.stats(), "tasks": len(asyncio.all_tasks())}
+        tasks = len(asyncio.all_tasks())
         return Response(
-            metrics_text(stats, self.service.histograms()) + process_text(),
+            self.service.metrics_text(tasks) + process_text(),
             media_type="text/plain; version=0.0.4; charset=utf-8",
         )
 

@@ -25,6 +25,7 @@ from deepdraft.engine.events import AsyncEvents
 from deepdraft.errors import ConfigError, DeepdraftError, Overloaded
 from deepdraft.server.fleet_config import FleetFile
 from deepdraft.server.fleet_flights import Seat
+from deepdraft.server.fleet_metrics import FleetMetrics
 from deepdraft.server.fleet_router import Router
 from deepdraft.server.fleet_wire import Identity, Kin, RemoteSession, Times
 from deepdraft.server.sampling import ModelView
@@ -128,6 +129,9 @@ class FrontService(Service):
         self._tokenizer, self._digest = tokenizer, digest
         self._views: dict[tuple[str, Kin], tuple[RemoteEngine, ModelView]] = {}
         self._told: set[str] = set()
+        self.label = "front"
+        """Of this front in metrics."""
+        self._metrics = FleetMetrics()
         self._sessions = RemoteSessions() if config.fleet.directory is not None else None
         self.state = "ready"
         self._loaded.set()
@@ -201,11 +205,16 @@ class FrontService(Service):
 
     def stats(self) -> dict[str, int]:
         """This front's counters, and those of all engines together."""
-        total: Counter[str] = Counter()
-        for seat in self.router.seats:
-            total.update({k: v for k, v in seat.stats.items() if not k.startswith("http_")})
+        return {**self._metrics.sums(self.router.seats), **self._own()}
+
+    def _own(self) -> dict[str, int]:
         routed = {f"fleet_{k}": v for k, v in self.router.counters.snapshot().items()}
-        return {**total, **routed, **self.counters.snapshot()}
+        return {**routed, **self.counters.snapshot()}
+
+    def metrics_text(self, tasks: int) -> str:
+        """Summed over the engines, of each of them, and this front's own."""
+        own = {**self._own(), "tasks": tasks}
+        return self._metrics.text(self.router.seats, own, self.label, self.histograms())
 
     def histograms(self) -> dict[str, Histogram]:
         """The engines' times, all together."""
@@ -288,6 +297,7 @@ class Front:
         replica = fleet.replicas
         self.router = Router(resume=replica.resume, quiet_s=replica.quiet_s, hang_s=replica.hang_s)
         self.service = FrontService(self.router, tokenizer, digest, fleet.config)
+        self.service.label = self.label
         self.links = Links(
             self.router,
             RayRegistry(fleet.name),

@@ -25,6 +25,7 @@ from deepdraft import __version__
 from deepdraft.errors import ConfigError, EngineError
 from deepdraft.server.fleet_config import FleetFile
 from deepdraft.server.fleet_front import Front
+from deepdraft.server.fleet_metrics import ask_replicas
 from deepdraft.server.fleet_registry import RayRegistry
 from deepdraft.server.fleet_replica import Replica
 from deepdraft.server.fleet_version import Deployed, version_of
@@ -243,7 +244,8 @@ def up(fleet: FleetFile, say: Say) -> None:
 
 
 def status(fleet: FleetFile) -> dict[str, Any]:
-    """State of the application and how many replicas are in which state. Raises ConfigError."""
+    """State of the application, how many replicas are in which state, and what a front says of each
+    one's load and cache. Raises ConfigError."""
     check_ray()
     with connected(fleet):
         found = application(fleet.name)
@@ -253,6 +255,7 @@ def status(fleet: FleetFile) -> dict[str, Any]:
         states = {} if deployment is None else dict(deployment.replica_states)
         message = found.message or ("" if deployment is None else deployment.message)
         return {
+            "engines": ask_replicas(fleet.url, fleet.config.server.tls_cert),
             "name": fleet.name,
             "url": fleet.url,
             "state": str(found.status.value),

@@ -43,6 +43,12 @@ _BY_LABEL = (
     ),
     ("cut_", "connections_cut_total", "reason", "Connections cut for breaking a limit."),
     (
+        "fleet_",
+        "fleet_events_total",
+        "what",
+        "Requests and engines of a fleet, as a front saw them, by what came of them.",
+    ),
+    (
         "limit_",
         "key_limits_total",
         "what",

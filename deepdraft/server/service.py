@@ -191,6 +191,12 @@ class Service:
         """The engine's times; empty before there is an engine."""
         return {} if self._engine is None else self._engine.endings.histograms
 
+    def metrics_text(self, tasks: int) -> str:
+        """Everything of that for Prometheus; `tasks`: of the server's loop."""
+        from deepdraft.server.metrics import metrics_text
+
+        return metrics_text({**self.stats(), "tasks": tasks}, self.histograms())
+
     def begin_drain(self) -> None:
         """Takes no new requests; those at hand go on."""
         began, self.state = self.state != "draining", "draining"
