@@ -1,7 +1,11 @@
 """The one-shot sum: tags, order, bounded waits. Ranks in turn in one memory."""
 
+import threading
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from deepdraft.errors import EngineError
 from deepdraft.kernels.one_shot import OneShot, raise_for
@@ -172,3 +176,85 @@ def test_what_it_does_not_take():
     first._most = 1
     with pytest.raises(ValueError, match="do not run at once"):
         first.sum(torch.zeros(600, device=DEVICE))
+
+
+class Schedule:
+    """Ranks in one memory, each as far ahead as the exchange lets it be; `pick` says who is next.
+
+    A rank sends an exchange's words, then may wait for the others': it goes on when all have sent
+    theirs, however far they are by then.
+    """
+
+    def __init__(self, size, pick):
+        self.sent, self.awaits = [0] * size, [False] * size
+        self.turn, self.pick, self.ended = None, pick, [False] * size
+        self.changed = threading.Condition()
+
+    def ready(self):
+        """Ranks that can go on: those that have not sent yet, and those that all have sent to."""
+        return [
+            rank
+            for rank, sent in enumerate(self.sent)
+            if not self.ended[rank] and (not self.awaits[rank] or min(self.sent) >= sent)
+        ]
+
+    def give(self, rank):
+        """Hands the turn on and comes back when it is this rank's again."""
+        with self.changed:
+            ready = self.ready()
+            self.turn = ready[self.pick(len(ready))] if ready else None
+            self.changed.notify_all()
+            if not self.ended[rank]:
+                assert self.changed.wait_for(lambda: self.turn == rank, timeout=60)
+
+    def between(self, rank):
+        self.sent[rank] += 1
+        self.awaits[rank] = True
+        self.give(rank)
+        self.awaits[rank] = False
+        self.give(rank)
+
+    def run(self, works):
+        results = [None] * len(works)
+
+        def one(rank):
+            with self.changed:
+                assert self.changed.wait_for(lambda: self.turn == rank, timeout=60)
+            results[rank] = works[rank]()
+            self.ended[rank] = True
+            self.give(rank)
+
+        threads = [threading.Thread(target=one, args=(r,), daemon=True) for r in range(len(works))]
+        for thread in threads:
+            thread.start()
+        with self.changed:
+            self.turn = self.pick(len(works))
+            self.changed.notify_all()
+        for thread in threads:
+            thread.join(timeout=120)
+        return results
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(st.integers(2, 3), st.randoms(use_true_random=False))
+def test_ranks_may_be_as_far_apart_as_the_words_let_them(size, random):
+    """Exchanges of different sizes, two steps of them: no order of the ranks changes a sum."""
+    lengths, group, steps = (130, 7, 300), ranks(size), 2
+    xs = [[parts(size, n, 10 * step + i) for i, n in enumerate(lengths)] for step in range(steps)]
+    schedule = Schedule(size, random.randrange)
+    for rank in group:
+        rank.between = lambda rank=rank.rank: schedule.between(rank)
+
+    def work(rank):
+        outs = []
+        for step in xs:
+            outs += [rank.sum(exchange[rank.rank]) for exchange in step]
+            rank.finish()
+        return outs
+
+    found = schedule.run([lambda rank=rank: work(rank) for rank in group])
+    for outs in found:
+        for out, exchange in zip(outs, [x for step in xs for x in step], strict=True):
+            assert torch.equal(out, rank_order_sum(exchange))
+    for rank in group:
+        rank.check()
