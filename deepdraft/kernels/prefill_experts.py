@@ -41,11 +41,10 @@ PLAN = ExpertPlan()
 
 def few_picks(plan: ExpertPlan, each: float) -> ExpertPlan:
     """The plan for `each` picks of an expert on average: tiles that few of them fill, which are
-    lower and narrower. A tile's sides change no bit."""
-    tall = next_power(int(1.6 * each), 16)
-    if tall >= plan.tall:
-        return plan
-    return replace(plan, tall=tall, wide=min(plan.wide, 64))
+    lower and narrower, so that one program unpacks while another one multiplies. A tile's sides
+    change no bit."""
+    tall = min(plan.tall, next_power(int(1.6 * each), 16))
+    return replace(plan, tall=tall, wide=min(plan.wide, 64), warps=min(plan.warps, 4))
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ def fragment_values(byte):
 
 @triton.jit
 def line_scales(word, HALF: tl.constexpr):
-    """Of words [N] of four E8M0 bytes: the scales of a half's two tiles for 16 values, bf16 [N, 16].
+    """Of words [N] of four E8M0 bytes: scales of a half's two tiles for 16 values, bf16 [N, 16].
     Byte 0 counts as zero."""
     n: tl.constexpr = word.numel
     first = ((word >> (8 * HALF)) & 0xFF) << 7

@@ -107,7 +107,7 @@ class DevicePrefill:
         source = self.args.decoder_start
         self.layers.run(chunk, flow, range(source), table_rows=table_rows)
         self.layers.write_entries(chunk, flow, source)
-        if self.chunk >= LIBRARY_ROWS:
+        if self.chunk >= min(LIBRARY_ROWS):
             self.layers.prove_library()
 
     def encode(self, state: SequenceState, ids: list[int], *, watch: Watch | None = None) -> int:

@@ -51,7 +51,7 @@ from deepdraft.models.v41_weights import (
 
 _SELECT_ROWS = 16
 """Rows whose scores are held at once where a second level restricts them (the decoder's replay)."""
-LIBRARY_ROWS = 8192
+LIBRARY_ROWS = 8192, 4096, 2048, 1024
 """Rows of a product that torch's library makes (`PrefillLayers.prove_library`)."""
 
 
@@ -109,7 +109,7 @@ class PrefillLayers:
         self._window: Tensor | None = None
         self._unpacked: Tensor | None = None
         self._entries: tuple[Tensor, Tensor] | None = None
-        self._proven: set[tuple[int, int]] = set()
+        self._proven: set[tuple[int, int, int]] = set()
         self._held: prefill_index.Candidates | None = None
 
     @property
@@ -187,24 +187,23 @@ class PrefillLayers:
         if x.shape[0] < plans.plain_rows:
             return prefill_gemm.gemm(x, w, plan=plans.gemm, **options)
         unpacked = prefill_unpacked.unpack_dense(w, self._space(x.device))
-        if options or (w.rows, w.cols) not in self._proven:
-            return prefill_unpacked.plain_gemm(x, unpacked, w.rows, plan=plans.plain, **options)
         rows, first = x.shape[0], 0
-        y = torch.empty(rows, w.rows, dtype=x.dtype, device=x.device)
-        while rows - first >= LIBRARY_ROWS:
-            some = slice(first, first + LIBRARY_ROWS)
-            torch.mm(x[some], unpacked[: w.rows].t(), out=y[some])
-            first += LIBRARY_ROWS
+        y = torch.empty(rows, w.rows, dtype=options.get("dtype", x.dtype), device=x.device)
+        for some in LIBRARY_ROWS if not options else ():
+            while rows - first >= some and (w.rows, w.cols, some) in self._proven:
+                at = slice(first, first + some)
+                torch.mm(x[at], unpacked[: w.rows].t(), out=y[at])
+                first += some
         if first < rows:
             prefill_unpacked.plain_gemm(
-                x[first:], unpacked, w.rows, out=y[first:], plan=plans.plain
+                x[first:], unpacked, w.rows, out=y[first:], plan=plans.plain, **options
             )
         return y
 
     def prove_library(self) -> dict[str, bool]:
         """Which products torch's own library makes with the same bits as ours, from random
         operands: it makes those from now on, in two thirds of the time. It picks a kernel by the
-        shape, so it always gets LIBRARY_ROWS rows at once and ours makes the rest."""
+        shape, so it only gets the numbers of rows that were proven, and ours makes the rest."""
         found: dict[str, bool] = {}
         if not self.first_mix.is_cuda:
             return found
@@ -213,15 +212,15 @@ class PrefillLayers:
             weights += [layer.attention.w_in, layer.attention.w_query, layer.attention.wo_b]
             weights += [layer.experts.shared13, layer.experts.shared2]
             weights += [] if layer.engram is None else [layer.engram.wkv]
-        for size, w in {(w.rows, w.cols): w for w in weights}.items():
-            outputs, cols = size
-            x = torch.randn(LIBRARY_ROWS, cols, dtype=torch.bfloat16, device=self.first_mix.device)
-            unpacked = prefill_unpacked.unpack_dense(w, self._space(x.device))
-            ours = prefill_unpacked.plain_gemm(x, unpacked, outputs, plan=self.plans.plain)
-            same = torch.equal(x @ unpacked[:outputs].t(), ours)
-            found[f"{outputs} x {cols}"] = same
-            if same:
-                self._proven.add(size)
+        for (outputs, cols), w in {(w.rows, w.cols): w for w in weights}.items():
+            unpacked = prefill_unpacked.unpack_dense(w, self._space(self.first_mix.device))
+            for count in LIBRARY_ROWS:
+                x = torch.randn(count, cols, dtype=torch.bfloat16, device=self.first_mix.device)
+                ours = prefill_unpacked.plain_gemm(x, unpacked, outputs, plan=self.plans.plain)
+                same = torch.equal(x @ unpacked[:outputs].t(), ours)
+                found[f"{outputs} x {cols}, {count} rows"] = same
+                if same:
+                    self._proven.add((outputs, cols, count))
         return found
 
     def _space(self, device: torch.device) -> Tensor:
