@@ -2,10 +2,13 @@
 
     python bench/product_stress_gpu.py --json FILE [--seconds 60] [--forms usual,voted] [--dry]
 
-A graph has one launch for each of some 6 GB of matrices of one shape; all results are compared on
-the device with those of launches that ran one by one. Each shape is replayed plainly and with
-programmatic launch; per form: replays, results with other bits, microseconds of a launch. `where`:
-of the first wrong result the columns and both values.
+A graph has one launch for each of some 6 GB of matrices of one shape, alone or (--beside) beside
+the product of a bf16 map of 11 MB (Triton's kernel) on another stream, as the step has it; all
+results are compared on the device with those of launches that ran one by one. Each shape is replayed
+plainly and with programmatic launch; per form: replays, results with other bits, microseconds of a
+launch. `where`: of the first wrong results the columns, and which group's weights were other ones:
+zeros, those of the next unit of 32 rows (a place of the ring was overwritten too early) or of the
+one before (read too early).
 
 --dry runs tiny shapes on a CPU (tests/kernels/emulated).
 """
@@ -19,6 +22,8 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,9 +32,10 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from deepdraft.kernels import gemv, moe, runtime  # noqa: E402
+from deepdraft.kernels import gemv, layout, moe, runtime  # noqa: E402
 from deepdraft.kernels.native import build, fragments, stream, trials  # noqa: E402
 from deepdraft.kernels.native.fragments import Streamed, StreamPlan  # noqa: E402
+from deepdraft.quant import formats  # noqa: E402
 
 QUERY = StreamPlan(5, 1, 8, 1, 1, 5, 0, 1)
 CASES: dict[str, tuple[str, int, int, int, StreamPlan | None]] = {
@@ -50,6 +56,8 @@ TINY: dict[str, tuple[str, int, int, int, StreamPlan | None]] = {
     "up": ("up", 64, 64, 1, StreamPlan(2, 2, 1, 2, 1, 1, 1, 1)),
 }
 EXPERTS, PICKS = 22, 6
+WAYS = ((False, False), (True, False), (False, True), (True, True))
+"""Programmatic launch, beside another product."""
 
 
 def chosen(form: str) -> list[str]:
@@ -62,6 +70,7 @@ class Device:
     def __init__(self, *, dry: bool) -> None:
         self.dry, self.name = dry, "cpu" if dry else "cuda"
         self.random = torch.Generator(self.name).manual_seed(0)
+        self.side = None if dry else torch.cuda.Stream()
 
     def bytes(self, *shape: int, low: int = 0, high: int = 256) -> Tensor:
         return torch.randint(
@@ -75,6 +84,31 @@ class Device:
     def wait(self) -> None:
         if not self.dry:
             torch.cuda.synchronize()
+
+    def beside(self, number: int) -> Callable[[], Callable[[], Tensor]]:
+        """Starts a bf16 product on another stream; what it returns joins it."""
+        rows, cols = (64, 320) if self.dry else (1088, 5120)
+        weight = torch.randn(rows, cols, device=self.name, generator=self.random)
+        maps = [layout.tile_bf16(weight + i) for i in range(number)]
+        u, turn = self.rows(cols), iter(range(1 << 30))
+
+        def start() -> Callable[[], Tensor]:
+            w = maps[next(turn) % number]
+            if self.dry:
+                found = gemv.gemv(u, w, dtype=torch.float32)
+                return lambda: found
+            side, main = self.side, torch.cuda.current_stream()
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                found = gemv.gemv(u, w, dtype=torch.float32)
+
+            def join() -> Tensor:
+                main.wait_stream(side)
+                return found
+
+            return join
+
+        return start
 
     def captured(self, run: Callable[[], None]) -> Callable[[], object]:
         if self.dry:
@@ -121,12 +155,24 @@ def prebuild(forms: list[str], names: list[str]) -> None:
         list(pool.map(lambda made: build.cubin("stream.cu", made, "sm_90a"), wanted))
 
 
-def launches(device: Device, name: str, amount: int) -> list[Callable[[], Tensor]]:
+@dataclass(slots=True)
+class Product:
+    """A launch, and for dense maps its parts."""
+
+    run: Callable[[], Tensor]
+    w: Streamed
+    x: gemv.QuantRows | None = None
+
+    def __call__(self) -> Tensor:
+        return self.run()
+
+
+def launches(device: Device, name: str, amount: int) -> list[Product]:
     """One product for each matrix of so many bytes in all."""
     kind, rows, cols, blocks, plan = (TINY if device.dry else CASES)[name]
     first = matrix(device, kind, rows, cols, plan)
     count = max(2, min(160, amount // first.nbytes))
-    found: list[Callable[[], Tensor]] = []
+    found: list[Product] = []
     if kind in ("up", "down"):
         order = torch.arange(8 * PICKS, device=device.name).view(8, PICKS) % EXPERTS
         listed = moe.expert_list(order.int())
@@ -136,15 +182,15 @@ def launches(device: Device, name: str, amount: int) -> list[Callable[[], Tensor
         x = device.rows(cols * blocks)
         if kind == "up":
             quant = gemv.quantize_rows(x)
-            found.append(
-                lambda w=w, x=quant: moe.routed_up(x, listed, weights, w, limit=10.0)  # type: ignore[misc]
-            )
+            run = partial(moe.routed_up, quant, listed, weights, w, limit=10.0)
+            found.append(Product(run, w))
         elif kind == "down":
             h = x.repeat(PICKS, 1)
-            found.append(lambda w=w, h=h: moe.routed_down(h, listed, w, picks=PICKS))
+            found.append(Product(partial(moe.routed_down, h, listed, w, picks=PICKS), w))
         else:
-            given = gemv.quantize_rows(x) if kind == "fp8" else x
-            found.append(lambda w=w, x=given: gemv.gemv(x, w, blocks=blocks))
+            quant = gemv.quantize_rows(x) if kind == "fp8" else None
+            run = partial(gemv.gemv, x if quant is None else quant, w, blocks=blocks)
+            found.append(Product(run, w, quant))
     return found
 
 
@@ -153,7 +199,12 @@ def bits(t: Tensor) -> Tensor:
 
 
 def stressed(
-    device: Device, runs: list[Callable[[], Tensor]], *, programmatic: bool, seconds: float
+    device: Device,
+    runs: list[Product],
+    *,
+    programmatic: bool,
+    seconds: float,
+    beside: Callable[[], Callable[[], Tensor]] | None = None,
 ) -> dict:
     """Replays for so long: how many results had other bits than one by one."""
     want = []
@@ -163,8 +214,16 @@ def stressed(
     wrong = torch.zeros(len(runs), dtype=torch.int64, device=device.name)
     outputs: list[Tensor] = []
 
+    def all_runs() -> None:
+        outputs.clear()
+        for run in runs:
+            join = None if beside is None else beside()
+            outputs.append(run())
+            if join is not None:
+                join()
+
     def graph() -> None:
-        outputs[:] = [run() for run in runs]
+        all_runs()
         for at, (got, right) in enumerate(zip(outputs, want, strict=True)):
             wrong[at] += (bits(got) != bits(right)).any()
 
@@ -173,21 +232,19 @@ def stressed(
         graph()
         device.wait()
         replay = device.captured(graph)
-        alone = device.captured(lambda: outputs.__setitem__(slice(None), [run() for run in runs]))
+        kept = list(outputs)
+        alone = device.captured(all_runs)
     finally:
         runtime.use_programmatic_launch(False)
-    replay()
-    device.wait()
-    kept = list(outputs)
-    found: dict = {}
+    found: dict = {"where": []}
     begin, replays = time.perf_counter(), 0
     while time.perf_counter() - begin < seconds and replays < (2 if device.dry else 100_000):
         before = int(wrong.sum())
         for _ in range(1 if device.dry else 20):
             replay()
             replays += 1
-        if int(wrong.sum()) > before and "where" not in found:
-            found |= where(kept, want)
+        if int(wrong.sum()) > before and len(found["where"]) < 6:
+            found["where"] += where(kept, want, runs)
     if not device.dry:
         begin = time.perf_counter()
         for _ in range(5):
@@ -199,20 +256,53 @@ def stressed(
     return found
 
 
-def where(got: list[Tensor], want: list[Tensor]) -> dict:
-    """Of the first result that is wrong still: rows, columns, values."""
-    for one, right in zip(got, want, strict=True):
+def where(got: list[Tensor], want: list[Tensor], runs: list[Product]) -> list[dict]:
+    """Of results that are wrong still: rows, columns of each unit, whose weights they were."""
+    found = []
+    for one, right, run in zip(got, want, runs, strict=True):
         apart = (bits(one) != bits(right)).flatten(0, -2)
-        if apart.any():
-            columns = apart.any(0).nonzero()[:, 0]
-            rows = apart.any(1).nonzero()[:, 0]
-            some = columns[:64]
-            values = [t.flatten(0, -2)[rows[:4]][:, some].tolist() for t in (right, one)]
-            return {
-                "where": {"rows": rows.tolist(), "columns": some.tolist(), "values": values,
-                          "count": int(apart.sum())}
-            }  # fmt: skip
-    return {}
+        if not apart.any() or len(found) == 3:
+            continue
+        units = (apart.any(0).nonzero()[:, 0] // 32).unique().tolist()
+        for unit in units[:2]:
+            here = slice(32 * unit, 32 * unit + 32)
+            columns = apart[:, here].any(0).nonzero()[:, 0]
+            note: dict = {"unit": unit, "rows": int(apart[:, here].any(1).sum()),
+                          "columns": columns.tolist()}  # fmt: skip
+            if run.x is not None and run.w.kind == "fp8":
+                delta = (one.double() - right.double())[:, here][:, columns]
+                note |= explained(delta, run.w, run.x, unit, columns)
+            found.append(note)
+    return found
+
+
+def explained(
+    delta: Tensor, w: Streamed, x: gemv.QuantRows, unit: int, columns: Tensor
+) -> dict[str, object]:
+    """Which group of columns, taken from which unit instead, explains a difference [R, n] best, and
+    what share of it is left then."""
+    groups = w.cols // 32
+    scales = x.scales.t().double()  # [R, G]
+    rows = formats.decode_e4m3(x.codes, torch.float64).view(-1, groups, 32) * scales[:, :, None]
+
+    def contributions(number: int) -> Tensor:
+        """[G, R, n] of a unit's weights, with the scales of the wrong one (they are in registers)."""
+        part = replace(
+            w, rows=32, values=w.values[number : number + 1], scales=w.scales[unit : unit + 1]
+        )
+        codes, own = fragments.unstream(part)
+        weight = formats.dequantize_fp8_tile(codes, own, torch.float64)[columns]
+        return torch.einsum("rgk,ngk->grn", rows, weight.view(-1, groups, 32))
+
+    own, best = contributions(unit), (float("inf"), "", -1)
+    last = w.rows // 32 - 1
+    others = {"zeros": None, "the next": min(unit + 1, last), "the one before": max(unit - 1, 0)}
+    for name, number in others.items():
+        other = torch.zeros_like(own) if number is None else contributions(number)
+        left = (delta[None] - (other - own)).flatten(1).norm(dim=1) / delta.norm()
+        group = int(left.argmin())
+        best = min(best, (float(left[group]), name, group))
+    return {"left": round(best[0], 3), "weights": best[1], "group": best[2]}
 
 
 def main() -> None:
@@ -222,6 +312,7 @@ def main() -> None:
     parser.add_argument("--forms", default="usual,voted")
     parser.add_argument("--only", default="", help="cases, by name")
     parser.add_argument("--each", type=float, default=1.0, help="seconds of one case")
+    parser.add_argument("--beside", action="store_true", help="also beside another product")
     parser.add_argument("--dry", action="store_true")
     args = parser.parse_args()
     begin = time.perf_counter()
@@ -230,17 +321,19 @@ def main() -> None:
     names = [n for n in args.only.split(";") if n] or list(TINY if args.dry else CASES)
     if not args.dry:
         prebuild(args.forms.split(","), names)
+    beside = device.beside(2 if args.dry else 24) if args.beside else None
     for name in names:
         runs = launches(device, name, 1 << 14 if args.dry else 6_000_000_000)
         for form in args.forms.split(","):
-            for programmatic in (False, True):
+            for programmatic, side in WAYS if args.beside else WAYS[:2]:
                 if time.perf_counter() - begin > args.seconds - 2 * args.each - 1:
                     continue
-                key = f"{name}, {form}{', programmatic' if programmatic else ''}"
+                key = f"{name}, {form}{', programmatic' * programmatic}{', beside' * side}"
                 with trials.using(*chosen(form)):
                     results[key] = stressed(
-                        device, runs, programmatic=programmatic, seconds=args.each
-                    )
+                        device, runs, programmatic=programmatic, seconds=args.each,
+                        beside=beside if side else None,
+                    )  # fmt: skip
                 print("--", key, json.dumps(results[key])[:600], flush=True)
                 args.json.write_text(json.dumps(results, indent=1) + "\n")
         del runs
