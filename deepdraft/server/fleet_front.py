@@ -201,7 +201,13 @@ class FrontService(Service):
     def health(self) -> dict[str, object]:
         """State and engines, for /healthz."""
         states = Counter(seat.state for seat in self.router.seats)
-        return {"state": self.state, "replicas": dict(states), "requests": self.router.num_flights}
+        return {
+            "state": self.state,
+            "replicas": dict(states),
+            "labels": sorted(seat.label for seat in self.router.seats),
+            "requests": self.router.num_flights,
+            "routed": self.router.counters.snapshot(),
+        }
 
     def stats(self) -> dict[str, int]:
         """This front's counters, and those of all engines together."""

@@ -175,7 +175,6 @@ def bound(deployed: Deployed, *, in_place: bool = False) -> Any:
     """
     serve, fleet = _serve(), deployed.fleet
     change = {
-        "version": deployed.name,
         "max_surge_percent": 0 if in_place else 1,  # rounded up: one
         "rolling_update_percentage": 0.01,  # likewise
     }
