@@ -4,11 +4,11 @@
 
 A graph has one launch for each of some 6 GB of matrices of one shape, alone or (--beside) beside
 the product of a bf16 map of 11 MB (Triton's kernel) on another stream, as the step has it; all
-results are compared on the device with those of launches that ran one by one. Each shape is replayed
-plainly and with programmatic launch; per form: replays, results with other bits, microseconds of a
-launch. `where`: of the first wrong results the columns, and which group's weights were other ones:
-zeros, those of the next unit of 32 rows (a place of the ring was overwritten too early) or of the
-one before (read too early).
+results are compared on the device with those of launches that ran one by one. Each shape is
+replayed plainly and with programmatic launch; per form: replays, results with other bits,
+microseconds of a launch. `where`: of the first wrong results the columns, and which group's weights
+were other ones: zeros, those of the next unit of 32 rows (a place of the ring was overwritten too
+early) or of the one before (read too early).
 
 --dry runs tiny shapes on a CPU (tests/kernels/emulated).
 """
@@ -286,7 +286,7 @@ def explained(
     rows = formats.decode_e4m3(x.codes, torch.float64).view(-1, groups, 32) * scales[:, :, None]
 
     def contributions(number: int) -> Tensor:
-        """[G, R, n] of a unit's weights, with the scales of the wrong one (they are in registers)."""
+        """[G, R, n] of a unit's weights; scales are in registers, so they are the right ones."""
         part = replace(
             w, rows=32, values=w.values[number : number + 1], scales=w.scales[unit : unit + 1]
         )

@@ -40,9 +40,8 @@ from deepdraft.models.v41_step import Lanes  # noqa: E402
 from deepdraft.proof.bench_step import Capture, time_graph  # noqa: E402
 
 FORMS = (
-    "", "held", "fenced", "held+fenced", "query", "query+held", "query+fenced",
-    "query+held+fenced", "held+voted", "combine+held", "combine+held+fenced",
-    "combine+query+held+fenced",
+    "", "held+fenced", "query", "query+held", "query+fenced", "combine+held+fenced",
+    "combine+query+held+fenced", "held", "fenced", "combine+query+held",
 )  # fmt: skip
 GRID = ((1, 6), (2, 11), (4, 18), (6, 22), (6, 35), (8, 25))
 CONTEXTS = (120, 16376, 32768)

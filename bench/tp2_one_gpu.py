@@ -35,7 +35,7 @@ from deepdraft.models.v41_joins import RankJoins  # noqa: E402
 from deepdraft.parallel.group import run_in_turn  # noqa: E402
 
 DEVICE, SIZE = "cuda", 2
-CASES = ((6, 22), (8, 25), (4, 18), (6, 35))
+CASES = ((8, 25), (6, 35), (4, 18), (6, 22))
 CYCLES_PER_US = 1500
 
 
@@ -179,6 +179,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=100)
     parser.add_argument("--forms", default="usual,voted")
     parser.add_argument("--replays", type=int, default=100)
+    parser.add_argument("--cases", type=int, default=len(CASES))
     parser.add_argument("--layers", type=int, default=40)
     parser.add_argument("--pool", type=int, default=64)
     args = parser.parse_args()
@@ -195,7 +196,7 @@ def main() -> None:
     note("loaded", round(sum(s.bench.weights.nbytes for s in both) / 1e9, 1))
     for form in args.forms.split(","):
         with trials.using(*(n for n in form.split("+") if n != "usual")):
-            for rows, experts in CASES:
+            for rows, experts in CASES[: args.cases]:
                 if time.perf_counter() - begin > args.seconds - 12:
                     continue
                 set_rows(both, rows, experts)
