@@ -185,11 +185,12 @@ class FleetFile:
         scheme = "http" if server.tls_cert is None else "https"
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{server.port}"
 
-    def of_replica(self, label: str) -> Config:
+    def of_replica(self, label: str, host: str = "127.0.0.1") -> Config:
         """The settings of one replica, in its own process.
 
         `label` is its name in the directory of conversations, unless the file or certificates say
-        it; its sequences take their share of the machine's memory.
+        it; its sequences take their share of the machine's memory. `host`: of its node, told to
+        peers where it listens on every address.
         """
         config, count = self.config, self.replicas.bounds[1]
         engine, fleet = config.engine, config.fleet
@@ -198,6 +199,8 @@ class FleetFile:
             engine = replace(engine, state_memory=share)
         if fleet.files is None and fleet.name is None:
             fleet = replace(fleet, name=label)
+        if fleet.advertise is None and fleet.address()[0] in ("0.0.0.0", "::"):
+            fleet = replace(fleet, advertise=host)
         return replace(config, engine=engine, fleet=fleet)
 
 

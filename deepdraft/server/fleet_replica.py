@@ -90,7 +90,7 @@ class Replica:
         self.label = label or _label()
         self._fleet = fleet
         self._leaves: asyncio.Task[None] | None = None
-        self.service = Service(lambda: load(fleet), fleet.of_replica(self.label))
+        self.service = Service(lambda: load(fleet), fleet.of_replica(self.label, _host(fleet)))
         server = self.service.config.server
         configure_logging(server.log_level, server.log_format)
         self.service.start()
