@@ -253,6 +253,9 @@ class Fetcher:
     ) -> Fetched:
         nonce = secrets.token_bytes(wire.NONCE_BYTES)
         began = time.perf_counter()
+        # In another thread, while this one waits for the network.
+        tokens = None if token_ids is None else token_array(token_ids)
+        ahead = None if tokens is None else self._crew.submit(Ahead, self.cache, tokens)
         link, further = self.connect(peer), None
         try:
             link.send(
@@ -266,10 +269,7 @@ class Fetcher:
                     trace,
                 )
             )
-            # While the owner makes the manifest.
-            tokens = None if token_ids is None else token_array(token_ids)
             further = self._further(peer, tokens)
-            ahead = None if tokens is None else Ahead(self.cache, tokens)
             opened = link.reply()
             self._note("open", time.perf_counter() - began)
             if isinstance(opened, wire.Refused):
@@ -294,7 +294,8 @@ class Fetcher:
                 wanted = shorter
                 if not self.worth_it(wanted, tokens):
                     raise _Refused("too_slow")
-                names, path = ahead.names_of(wanted), ahead.path_of(wanted, shared)
+                names = ahead.result().names_of(wanted)
+                path = ahead.result().path_of(wanted, shared)
             transport = self.wrap(self._transport(link, further, manifest))
             work = _Work(wanted, indices, names_of(self.cache, wanted, names), path)
             return self._take(link, transport, work, only_free=tokens is None)
