@@ -10,6 +10,7 @@ places of a list.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -19,6 +20,7 @@ from torch import Tensor
 from deepdraft.kernels.attention import scaled_bf16, spread, unpack_pairs
 from deepdraft.kernels.cache import record_bytes, turn_pairs
 from deepdraft.kernels.gemv import dot_bf16
+from deepdraft.kernels.index_scores import score_rows
 from deepdraft.kernels.native import select as native
 from deepdraft.kernels.rounding import (
     E2M1_CARRY,
@@ -34,8 +36,6 @@ from deepdraft.kernels.rounding import (
 from deepdraft.kernels.runtime import check, launch, next_power, wait_for_inputs
 
 _SCORE_TILE = 128
-SCORE_ROWS = 1
-"""Rows that one program scores one after another: more share a sequence's keys, and wait."""
 SELECT_TILE = 8192
 """Scores that one program of a selection looks at."""
 
@@ -115,38 +115,6 @@ def row_scores(
     raw = tl.load(weight_ptr + row * W_STRIDE + W_START + h, mask=h < H, other=0.0)
     weight = round_bf16(round_bf16(raw.to(tl.float32)) * W_SCALE)
     return tl.sum(tl.maximum(dots, 0.0) * weight[:, None], axis=0)
-
-
-@triton.jit
-def score_rows_kernel(
-    q_ptr, weight_ptr, keys_ptr, base_ptr, reach_ptr, scores_ptr,
-    R, KEYS, H, CAPACITY, W_STRIDE, W_START, W_SCALE, SKIP,
-    C: tl.constexpr, CP: tl.constexpr, HP: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """A tile of positions for up to T rows. Neighbours of one sequence share its keys."""
-    wait_for_inputs(PDL)
-    tile, row_tile = tl.program_id(0), tl.program_id(1)
-    place = tile * N + tl.arange(0, N)
-    held = -1
-    low = tl.zeros((N, CP // 2), tl.bfloat16)
-    high = tl.zeros((N, CP // 2), tl.bfloat16)
-    for i in range(T):
-        row = row_tile * T + i
-        reach = tl.load(reach_ptr + row, mask=row < R, other=0)
-        if (reach > SKIP) & (tile * N < reach):
-            base = tl.load(base_ptr + row)
-            if base != held:
-                # Also keys that this row does not reach: a later row may.
-                there = (place < CAPACITY) & (base + place < KEYS)
-                at = (base + place).to(tl.int64) * (C // 2 + C // 32)
-                low, high = index_keys(keys_ptr, at, there, C, CP)
-                held = base
-            score = row_scores(
-                q_ptr, weight_ptr, row, low, high, H, W_STRIDE, W_START, W_SCALE, C, CP, HP, N
-            )
-            out = scores_ptr + row.to(tl.int64) * CAPACITY + place
-            tl.store(out, score, mask=place < reach)
 
 
 @triton.jit
@@ -367,25 +335,17 @@ def index_scores(
     keep = 0 if blocks is None else blocks.numbers.shape[1]
     if blocks is not None and capacity < keep * blocks.size:
         raise ValueError(f"{capacity=} is less than {keep} blocks of {blocks.size} entries")
-    scores = torch.empty(rows, capacity, dtype=torch.float32, device=device)
-    tiles = -(-capacity // _SCORE_TILE)
-    weights = raw_weights.shape[1], weight_start, weight_scale
-    shape = {
-        "C": channels, "CP": next_power(channels, 32), "HP": next_power(heads, 16),
-        "N": _SCORE_TILE, "num_warps": 8,
-    }  # fmt: skip
+    weights: dict[str, Any] = {"weight_start": weight_start, "weight_scale": weight_scale}
     if blocks is None:
-        launch(
-            score_rows_kernel, (tiles, -(-rows // SCORE_ROWS)),
-            queries, raw_weights, keys, base, reach, scores,
-            rows, keys.shape[0], heads, capacity, *weights, skip, T=SCORE_ROWS, **shape,
-        )  # fmt: skip
-    else:
-        launch(
-            score_blocks_kernel, (tiles, rows),
-            queries, raw_weights, keys, base, reach, blocks.numbers, blocks.counts, scores,
-            heads, capacity, *weights, skip, keep, BLOCK=blocks.size, **shape,
-        )  # fmt: skip
+        return score_rows(*given, capacity=capacity, skip=skip, **weights)
+    scores = torch.empty(rows, capacity, dtype=torch.float32, device=device)
+    launch(
+        score_blocks_kernel, (-(-capacity // _SCORE_TILE), rows),
+        queries, raw_weights, keys, base, reach, blocks.numbers, blocks.counts, scores,
+        heads, capacity, raw_weights.shape[1], weight_start, weight_scale, skip, keep,
+        C=channels, CP=next_power(channels, 32), HP=next_power(heads, 16), BLOCK=blocks.size,
+        N=_SCORE_TILE, num_warps=8,
+    )  # fmt: skip
     return scores
 
 

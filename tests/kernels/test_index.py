@@ -172,3 +172,24 @@ def test_impossible_thresholds_are_refused():
         kernels.select_top(scores, reach, reach, 8, skip=9)
     with pytest.raises(ValueError, match="do not hold"):
         kernels.candidate_blocks(scores, reach, block=8, keep=2, skip=17)
+
+
+def test_scores_do_not_depend_on_the_rows_beside():
+    """Rows of one sequence, of others, and rows that do not count, in one program and several."""
+    shape = (5, 96, 8, 300)
+    q, cos, sin, keys, weights = operands(shape, rows=7)
+    queries = kernels.index_queries(q, cos, sin, heads=5, channels=96, start=32)
+    base, reach = ints(BASE, BASE, 0, BASE, 1, 0, 0), ints(290, 300, 0, 17, 140, 129, 300)
+
+    def run(at):
+        picked = (t[at].contiguous() for t in (queries, weights))
+        return kernels.index_scores(
+            *picked, keys, base[at], reach[at], capacity=300, weight_scale=0.05, weight_start=1
+        )
+
+    full = run(list(range(7)))
+    for at in ([3], [6, 1, 0], [2, 5, 4, 3, 1]):
+        got = run(at)
+        for i, row in enumerate(at):
+            n = int(reach[row])
+            assert torch.equal(got[i, :n], full[row, :n]), (at, row)
