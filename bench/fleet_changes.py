@@ -33,7 +33,7 @@ from deepdraft.proof.bench import provenance
 from tests.fleet.children import Child, replicas_of
 from tests.fleet.test_live import PASSWORD, REDIS, Fleet, _ready, free_port, make_fleet
 
-PATIENCE_S = 600.0
+PATIENCE_S = 240.0
 CHAT = "/v1/chat/completions"
 STEPS = ("grow", "shrink", "upgrade", "broken", "drain")
 Json = dict[str, Any]
@@ -168,11 +168,15 @@ class Changes:
         words = ["serve", "--port", str(port), "--kv-memory", "0", "--drafts", "0"]
         self.oracle = Child([sys.executable, "-m", "deepdraft.cli.main", *words], dict(os.environ))
         url = f"http://127.0.0.1:{port}"
-        self.oracle.wait_until(lambda: _ready(url), PATIENCE_S)
         self.fleet = make_fleet(place, "\n" + self.settings())
-        self.fleet.start()
-        self.fleet.child.wait_for("replicas are ready", PATIENCE_S)
         self.talk = Talk(self.fleet, url)
+        self.fleet.start()
+        try:
+            self.oracle.wait_until(lambda: _ready(url), PATIENCE_S)
+            self.fleet.child.wait_for("replicas are ready", PATIENCE_S)
+        except BaseException:
+            self.close()
+            raise
 
     def settings(self, **more: Any) -> str:
         return SETTINGS.format(

@@ -180,6 +180,10 @@ def bound(deployed: Deployed, *, in_place: bool = False) -> Any:
     }
     engines = serve.deployment(**options_of(fleet), **change)(Replica)
     fronts = serve.deployment(**front_options_of(fleet), **change)(serve.ingress()(Front))
+    for made in (engines, fronts):
+        # Ray Serve replaces replicas whose version differs, and takes a new one each time where
+        # there is none; it has no option for it any more.
+        made._version = deployed.name
     return fronts.bind(fleet, deployed.program, engines.bind(fleet, deployed.program))
 
 
@@ -350,14 +354,7 @@ def _own_ray(fleet: FleetFile, say: Say) -> Generator[Any]:
     directory = kept or tempfile.mkdtemp(prefix="ddfleet-")
     whole = False
     try:
-        ray.init(
-            num_cpus=fleet.ray.cpus,
-            include_dashboard=False,
-            object_store_memory=_STORE_BYTES,
-            log_to_driver=False,
-            logging_level="warning",
-            _temp_dir=directory,
-        )
+        _start(ray, fleet.ray.cpus, directory)
         address = ray.get_runtime_context().gcs_address
         file.write_text(json.dumps({"pid": os.getpid(), "address": address, "url": fleet.url}))
         yield ray
@@ -370,6 +367,27 @@ def _own_ray(fleet: FleetFile, say: Say) -> Generator[Any]:
             shutil.rmtree(directory, ignore_errors=True)
         elif not whole:
             say(f"logs of Ray and of the replicas: {directory}/session_latest/logs")
+
+
+def _start(ray: Any, cpus: int | None, directory: str) -> None:
+    """Starts a Ray on this machine, for which Ray itself allows half a minute: a busy machine gets
+    a second one. Raises EngineError."""
+    for last in (False, True):
+        try:
+            ray.init(
+                num_cpus=cpus,
+                include_dashboard=False,
+                object_store_memory=_STORE_BYTES,
+                log_to_driver=False,
+                logging_level="warning",
+                _temp_dir=directory,
+            )
+            return
+        except Exception as error:  # Ray has no class for it
+            ray.shutdown()
+            if last:
+                text = f"{type(error).__name__}: {str(error)[:500]}"
+                raise EngineError(f"Ray does not start on this machine: {text}") from error
 
 
 def _runs_already(fleet: FleetFile) -> bool:
