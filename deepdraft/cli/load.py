@@ -157,6 +157,13 @@ _SHARING = {"on": (True,), "off": (False,), "both": (True, False)}
     metavar="N",
     help="simulate: replicas on each machine.",
 )
+@click.option(
+    "--limit-ms",
+    type=click.FloatRange(0, min_open=True),
+    metavar="MS",
+    help="simulate: find the --rate at which 95 of 100 later turns have a first token within this.",
+)
+@click.option("--kv-memory", metavar="SIZE", help="simulate: of each replica [no limit].")
 @click.option("--runs", type=click.IntRange(1, 100), default=3, show_default=True, metavar="N")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--out", metavar="FILE", help="Write the result there, too.")
@@ -168,6 +175,7 @@ def bench_fleet(model: str | None, url: str | None, **options: Any) -> int:
     prediction compared. Exit code 1 if a request had a fault.
     """
     from deepdraft.cli.options import model_directory
+    from deepdraft.config import parse_bytes
     from deepdraft.proof.bench_fleet import cases, check_counts, main
     from deepdraft.proof.fleet_trace import TracePlan
 
@@ -206,6 +214,11 @@ def bench_fleet(model: str | None, url: str | None, **options: Any) -> int:
         _SHARING[options.pop("sharing")],
         ("random", "sticky") if routing == "both" else (routing,),
     )
+    size, limit_ms = options.pop("kv_memory"), options["limit_ms"]
+    if (size or limit_ms) and not simulated:
+        raise click.UsageError("--limit-ms and --kv-memory are for --simulate")
+    if size:
+        options["kv_bytes"] = float(parse_bytes("--kv-memory", size))
     path, _ = model_directory(model)
     return main(
         wanted,

@@ -28,14 +28,16 @@ from deepdraft.proof.fleet_sim import (
     Simulated,
     simulate,
 )
-from deepdraft.proof.fleet_trace import TracePlan, fleet_trace, num_turns
+from deepdraft.proof.fleet_trace import TracePlan, fleet_trace, lengths, num_turns
 from deepdraft.proof.serve_client import Answer, Ask, Target
-from deepdraft.proof.serve_load import Conversation, Done, conversations
+from deepdraft.proof.serve_load import Done, conversations
 
 Say = Callable[[str], None]
 Routing = Literal["random", "sticky", "own"]
 """The client draws a server for each turn; keeps a conversation where it began; leaves it to the
 fleet."""
+_MOST_NAMED = 16
+"""Of simulated replicas in a record."""
 _FETCHED = "deepdraft_kv_fetch_bytes_total"
 _LATER_REUSED, _POINTS, _IMBALANCE, _OFF = 0.95, 0.02, 0.15, 0.20
 """The figures to reach: reuse of later turns, distance from stickiness, imbalance, predictions."""
@@ -179,37 +181,79 @@ def turns_of(done: Sequence[Done]) -> list[TurnDone]:
     return out
 
 
-def in_tokens(trace: Sequence[Conversation], costs: Costs) -> list[SimConversation]:
-    """A trace of texts as one of tokens, by the measured characters a token."""
+def in_tokens(plan: TracePlan, costs: Costs) -> list[SimConversation]:
+    """A plan's trace in tokens, by the measured characters a token."""
 
-    def new(text: str) -> int:
-        return max(1, round(len(text) / costs.chars_per_token + costs.turn_tokens))
+    def new(chars: int) -> int:
+        return max(1, round(chars / costs.chars_per_token + costs.turn_tokens))
 
     return [
         SimConversation(
-            c.at_s, tuple(SimTurn(new(t.text), t.max_tokens, t.pause_s) for t in c.turns)
+            at_s, tuple(SimTurn(new(chars), turn.max_tokens, turn.pause_s) for chars, turn in turns)
         )
-        for c in trace
+        for at_s, turns in lengths(plan)
     ]
 
 
-def predict(case: Case, plan: TracePlan, costs: Costs, per_machine: int) -> dict[str, Any]:
-    """The case's figures as simulated, `per_machine` replicas on each machine."""
+def predict(
+    case: Case, plan: TracePlan, costs: Costs, per_machine: int, kv_bytes: float = float("inf")
+) -> dict[str, Any]:
+    """The case's figures as simulated, `per_machine` replicas on each machine, each with so much
+    memory for conversations."""
     shape = FleetShape(
         replicas=case.count,
         per_machine=per_machine,
         routing={"random": "random", "sticky": "sticky", "own": "two"}[case.routing],  # type: ignore[arg-type]
         sharing=case.sharing,
+        kv_bytes=kv_bytes,
         seed=plan.seed,
     )
-    return simulated_figures(
-        simulate(in_tokens(fleet_trace(plan), costs), costs, shape), case.count
-    )
+    return simulated_figures(simulate(in_tokens(plan, costs), costs, shape), case.count)
+
+
+def highest_rate(
+    case: Case,
+    plan: TracePlan,
+    costs: Costs,
+    per_machine: int,
+    limit_ms: float,
+    kv_bytes: float = float("inf"),
+) -> tuple[float, dict[str, Any]]:
+    """Conversations a second that the case takes while 95 of 100 later turns have their first token
+    within `limit_ms`, to 5 %, and its figures then. Each try has as many conversations as begin
+    in the time of the plan. Raises ConfigError where even few are too many."""
+    window_s = plan.conversations / plan.rate
+
+    def tried(rate: float) -> dict[str, Any] | None:
+        count = max(40, round(rate * window_s))
+        row = predict(
+            case, replace(plan, rate=rate, conversations=count), costs, per_machine, kv_bytes
+        )
+        within = row["later_turns"]["first_token_ms"]["p95"] <= limit_ms
+        return row if within else None
+
+    low, best = 1e-3 * case.count, None
+    best = tried(low)
+    if best is None:
+        raise ConfigError(f"{limit_ms:g} ms to a first token are too few for these costs")
+    high = 2 * low
+    while (found := tried(high)) is not None and high < 1e4 * case.count:
+        low, best, high = high, found, 2 * high
+    while high / low > 1.05:
+        middle = (low * high) ** 0.5
+        found = tried(middle)
+        low, best, high = (low, best, middle) if found is None else (middle, found, high)
+    return low, best
 
 
 def simulated_figures(out: Simulated, count: int) -> dict[str, Any]:
     """A simulated run's figures, as those of a measured one, and what only a simulation knows."""
     result = figures(out.turns, out.wall_s, replicas=count, fetch_bytes=round(out.fetch_bytes))
+    if count > _MOST_NAMED:
+        del result["by_replica"]
+    result["fetch_mbit_per_s_and_replica"] = round(
+        8e-6 * out.fetch_bytes / max(out.wall_s, 1e-9) / count, 2
+    )
     result["engines_busy"] = round(out.busy_share, 4)
     result["kv_bytes_most"] = round(out.kv_bytes_most)
     return result
@@ -308,12 +352,43 @@ def calibrated(kind: Kind, model: str | None, plan: TracePlan, runs: int, say: S
     )
 
 
+def simulated(
+    wanted: Sequence[Case],
+    plan: TracePlan,
+    file: str,
+    per_machine: int,
+    limit_ms: float | None,
+    kv_bytes: float,
+) -> dict[str, Any]:
+    """The record of simulated fleets; with `limit_ms` each at the highest rate that keeps it."""
+    costs, rows = read_costs(file), []
+    for case in wanted:
+        row: dict[str, Any] = {"name": case.name, "case": asdict(case)}
+        if limit_ms is None:
+            row["predicted"] = predict(case, plan, costs, per_machine, kv_bytes)
+        else:
+            rate, row["predicted"] = highest_rate(
+                case, plan, costs, per_machine, limit_ms, kv_bytes
+            )
+            row["conversations_per_s"] = round(rate, 4)
+        rows.append(row)
+    return {
+        "what": "conversations on a simulated fleet",
+        "format": 1,
+        "settings": {**asdict(plan), "limit_ms": limit_ms, "per_machine": per_machine},
+        "cases": rows,
+        "costs": costs.as_dict(),
+    }
+
+
 def main(
     wanted: Sequence[Case],
     plan: TracePlan,
     *,
     simulate_only: str | None = None,
     per_machine: int = 1,
+    limit_ms: float | None = None,
+    kv_bytes: float = float("inf"),
     costs: str | None = None,
     as_json: bool = False,
     out: str | None = None,
@@ -322,22 +397,7 @@ def main(
     """Measures or simulates, prints, writes. 1 where a request had a fault."""
     begun: dict[str, Any] = {}
     if simulate_only is not None:
-        table = read_costs(simulate_only)
-        result: dict[str, Any] = {
-            "what": "conversations on a simulated fleet",
-            "format": 1,
-            "settings": {**asdict(plan), "turns": num_turns(fleet_trace(plan))},
-            "per_machine": per_machine,
-            "cases": [
-                {
-                    "name": case.name,
-                    "case": asdict(case),
-                    "predicted": predict(case, plan, table, per_machine),
-                }
-                for case in wanted
-            ],
-            "costs": table.as_dict(),
-        }
+        result = simulated(wanted, plan, simulate_only, per_machine, limit_ms, kv_bytes)
     else:
         from deepdraft.proof.bench import provenance
 
@@ -368,10 +428,22 @@ def table_of(record: dict[str, Any]) -> str:
             if kind in row:
                 name = row["name"] if kind == "measured" or "measured" not in row else "  predicted"
                 lines.append(f"{name[:35]:<36}" + _cells(row[kind]))
+                if "conversations_per_s" in row:
+                    lines.append(_planned(row))
                 lines += [f"    {message}" for message in row[kind].get("fault_messages", ())]
     for name, own in record.get("checks", {}).items():
         lines.append(f"{name}: " + ", ".join(f"{k} {v}" for k, v in own.items()))
     return "\n".join(lines)
+
+
+def _planned(row: dict[str, Any]) -> str:
+    own = row["predicted"]
+    return (
+        f"    {row['conversations_per_s']:g} conversations a second, engines busy "
+        f"{100 * own['engines_busy']:.0f} %, KV {own['kv_bytes_most'] / 1e9:.1f} GB a replica, "
+        f"fetched {(own['fetch_bytes_per_later_turn'] or 0) / 1e6:.1f} MB a later turn, "
+        f"{own['fetch_mbit_per_s_and_replica']:g} Mbit/s a replica"
+    )
 
 
 def _cells(own: dict[str, Any]) -> str:

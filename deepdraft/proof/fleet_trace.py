@@ -5,7 +5,7 @@ answers.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from deepdraft.errors import ConfigError
@@ -13,6 +13,8 @@ from deepdraft.proof.serve_load import Conversation, Turn, arrivals
 from deepdraft.proof.suite import document
 
 _FEWEST = 2
+_HEAD_CHARS = 25
+"""That a document has before its text."""
 _QUESTIONS = (
     "What does the text say about {}?",
     "And who else spoke of {}?",
@@ -59,30 +61,38 @@ class TracePlan:
 def fleet_trace(plan: TracePlan) -> list[Conversation]:
     """The plan's conversations in the order of their beginnings. No two begin with the same text,
     so what a turn finds in a cache is what its own conversation left there."""
+    return list(_each(plan, document))
+
+
+def lengths(plan: TracePlan) -> Iterator[tuple[float, list[tuple[int, Turn]]]]:
+    """When each conversation of the same trace begins, and the characters of its turns; no text is
+    written for that, so a trace may be long."""
+    for conversation in _each(plan, lambda chars, seed: " " * (chars + _HEAD_CHARS)):
+        yield conversation.at_s, [(len(turn.text), turn) for turn in conversation.turns]
+
+
+def _each(plan: TracePlan, write: Callable[[int, int], str]) -> Iterator[Conversation]:
+    """`write` makes a text of so many characters of a seed."""
     rng = random.Random(f"fleet {plan.seed}")
-    starts = arrivals(plan.conversations, plan.rate, plan.seed)
-    return [Conversation(at, _turns(plan, rng, i)) for i, at in enumerate(starts)]
+    for number, at_s in enumerate(arrivals(plan.conversations, plan.rate, plan.seed)):
+        yield Conversation(at_s, _turns(plan, rng, number, write))
 
 
-def _turns(plan: TracePlan, rng: random.Random, number: int) -> tuple[Turn, ...]:
+def _turns(
+    plan: TracePlan, rng: random.Random, number: int, write: Callable[[int, int], str]
+) -> tuple[Turn, ...]:
     # Of the turns after the second each follows with this probability.
     go_on = 1 - 1 / (1 + plan.mean_turns - _FEWEST)
     count = _FEWEST
     while count < plan.most_turns and rng.random() < go_on:
         count += 1
-    chars = round(plan.document_chars * rng.uniform(0.5, 1.5))
-    first = document(max(1, chars), plan.seed * 1_000_003 + number)
-    return (
-        Turn(f"{first}\n{_question(rng)}", plan.max_tokens),
-        *(
-            Turn(
-                _question(rng),
-                plan.max_tokens,
-                rng.expovariate(1 / plan.pause_s) if plan.pause_s else 0.0,
-            )
-            for _ in range(count - 1)
-        ),
-    )
+    chars = max(1, round(plan.document_chars * rng.uniform(0.5, 1.5)))
+    first = write(chars, plan.seed * 1_000_003 + number)
+    turns = [Turn(f"{first}\n{_question(rng)}", plan.max_tokens)]
+    for _ in range(count - 1):
+        pause_s = rng.expovariate(1 / plan.pause_s) if plan.pause_s else 0.0
+        turns.append(Turn(_question(rng), plan.max_tokens, pause_s))
+    return tuple(turns)
 
 
 def _question(rng: random.Random) -> str:

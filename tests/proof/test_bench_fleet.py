@@ -20,7 +20,9 @@ from deepdraft.proof.bench_fleet import (
     cases,
     check_counts,
     checks,
+    highest_rate,
     in_tokens,
+    predict,
     run,
     table_of,
     turns_of,
@@ -231,12 +233,32 @@ def test_lines_and_rising_tables() -> None:
 
 def test_texts_become_tokens() -> None:
     costs = Costs(prefill_s=((1, 1),), decode_s=((1, 1),), chars_per_token=3.0, turn_tokens=7.0)
-    plan = TracePlan(conversations=3)
+    plan = TracePlan(conversations=30)
     trace = fleet_trace(plan)
-    for one, other in zip(trace, in_tokens(trace, costs), strict=True):
+    for one, other in zip(trace, in_tokens(plan, costs), strict=True):
         assert one.at_s == other.at_s and len(one.turns) == len(other.turns)
-        assert other.turns[0].new == round(len(one.turns[0].text) / 3 + 7)
-        assert other.turns[1].answer == plan.max_tokens
+        # The text was not written for this; its length is known to a few characters.
+        assert other.turns[0].new == pytest.approx(len(one.turns[0].text) / 3 + 7, abs=3)
+        for turn, tokens in zip(one.turns[1:], other.turns[1:], strict=True):
+            assert tokens.new == round(len(turn.text) / 3 + 7)
+            assert (tokens.answer, tokens.pause_s) == (plan.max_tokens, turn.pause_s)
+
+
+def test_the_highest_rate_that_keeps_a_limit() -> None:
+    costs = Costs(prefill_s=((100, 0.1), (2000, 2.5)), decode_s=((1, 0.01), (8, 0.04)))
+    plan = TracePlan(conversations=40, rate=1.0)
+    rates = []
+    for count in (1, 4):
+        case = Case("replicas", count, True, "own")
+        rate, row = highest_rate(case, plan, costs, 1, 500.0)
+        assert row["later_turns"]["first_token_ms"]["p95"] <= 500.0
+        more = TracePlan(conversations=round(60 * rate), rate=1.5 * rate)
+        late = predict(case, more, costs, 1)["later_turns"]["first_token_ms"]["p95"]
+        assert late > row["later_turns"]["first_token_ms"]["p95"]
+        rates.append(rate)
+    assert rates[1] > 3 * rates[0]
+    with pytest.raises(ConfigError, match="too few for these costs"):
+        highest_rate(Case("replicas", 1, True, "own"), plan, costs, 1, 0.001)
 
 
 def test_conversations_on_servers(make_live: Callable[..., Live]) -> None:
@@ -282,6 +304,7 @@ def test_counts() -> None:
         (["--servers", "2", "--routing", "own"], "random or sticky"),
         (["--replicas", "2", "--routing", "random"], "by the fleet itself"),
         (["--replicas", "x"], "takes numbers"),
+        (["--replicas", "1", "--limit-ms", "100"], "are for --simulate"),
         (["--simulate", "no-such-file"], "cannot be read"),
         (["--servers", "2", "--rate", "0"], "rate of a trace"),
     ],
@@ -305,7 +328,7 @@ def test_a_simulation_by_command(tmp_path: Path) -> None:
         "1 replicas own unshared", "4 replicas random shared", "4 replicas sticky shared",
     ]  # fmt: skip
     assert record["costs"] == json.loads(json.dumps(costs.as_dict()))
-    assert all(c["predicted"]["good"] == record["settings"]["turns"] for c in record["cases"])
+    assert len({c["predicted"]["good"] for c in record["cases"]}) == 1
     assert record["cases"][1]["predicted"]["later_turns"]["sources"]["peer"] > 0
     assert "peer" not in record["cases"][2]["predicted"]["later_turns"]["sources"]
     again = CliRunner().invoke(cli, ["bench", "fleet", *words, "--conversations", "40", "--json"])

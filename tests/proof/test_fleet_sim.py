@@ -158,7 +158,7 @@ def test_work_beside_the_engine_takes_from_it_only_where_cores_are_few() -> None
 def test_waiting_times_are_those_of_the_theory() -> None:
     """M/D/1: one at a time, Poisson arrivals, equal work. Mean wait = load / (2 (1 - load)) of the
     work (Pollaczek and Khinchine)."""
-    work, load, count = 0.11, 0.6, 15_000
+    work, load, count = 0.11, 0.6, 8_000
     rng = random.Random(5)
     now, trace = 0.0, []
     for _ in range(count):
@@ -166,7 +166,7 @@ def test_waiting_times_are_those_of_the_theory() -> None:
         trace.append(chat(now, (100, 1)))
     out = play(*trace, costs=replace(COSTS, max_running=1))
     wait = sum(t.first_s for t in out.turns) / count - work
-    assert wait == pytest.approx(work * load / (2 * (1 - load)), rel=0.06)
+    assert wait == pytest.approx(work * load / (2 * (1 - load)), rel=0.08)
     assert out.busy_share == pytest.approx(load, rel=0.03)
 
 
@@ -192,7 +192,7 @@ conversations = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     raw=conversations,
     replicas=st.integers(1, 4),
