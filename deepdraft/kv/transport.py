@@ -178,7 +178,8 @@ class Reading:
         if self._error is not None:
             raise self._error
         left = self.num_pieces - sum(line.verified for line in self._lines)
-        assert not left, f"{left} chunks were not read and verified"
+        if left:
+            raise SnapshotError(f"{left} chunks were not read and verified")
 
     def _take(self) -> Piece | None:
         with self._lock:

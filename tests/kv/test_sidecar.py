@@ -357,10 +357,19 @@ def test_an_error_that_proves_nothing_holds_memory_back_until_a_restart(fake: Pa
 class FaultTransport:
     """Lies about what another transport brought."""
 
-    def __init__(self, inner: Transport, fault: Callable[[Feed, Piece, int, int], None]) -> None:
-        self.inner, self.fault = inner, fault
+    def __init__(
+        self,
+        inner: Transport,
+        fault: Callable[[Feed, Piece, int, int], None],
+        *,
+        idle: bool = False,
+    ) -> None:
+        self.inner, self.fault, self.idle = inner, fault, idle
 
     def readers(self, num_pieces: int) -> Any:
+        if self.idle:
+            return [lambda feed: None]
+
         def run(read: Callable[[Feed], None], feed: Feed) -> None:
             read(_Bent(feed, self.fault))
 
@@ -399,6 +408,14 @@ def twice(feed: Feed, piece: Piece, at: int, length: int) -> None:
 @pytest.mark.parametrize("fault", [flipped, half, twice])
 def test_bytes_that_changed_on_the_way(fault: Any, pair: Pair) -> None:
     pair.wrapped(lambda inner: FaultTransport(inner, fault))  # type: ignore[arg-type,return-value]
+    assert pair.fetch().outcome == "corrupt"
+    pair.nothing_held()
+    pair.wrapped(lambda inner: inner)
+    pair.hit()
+
+
+def test_a_transport_that_ends_without_the_chunks(pair: Pair) -> None:
+    pair.wrapped(lambda inner: FaultTransport(inner, flipped, idle=True))  # type: ignore[arg-type,return-value]
     assert pair.fetch().outcome == "corrupt"
     pair.nothing_held()
     pair.wrapped(lambda inner: inner)
