@@ -46,7 +46,7 @@ FAULTS = (
     *("kill", "drain", "redis_down", "kill", "upgrade", "stop", "redis_data", "kill"),
     *("drain", "redis_empty", "kill_busiest", "stop", "kill"),
 )
-AHEAD = 120
+AHEAD = 200
 """Turns that may be begun before the next fault has been done."""
 Json = dict[str, Any]
 SETTINGS = """

@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import secrets
 import socket
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -278,8 +279,7 @@ def _nothing_to_load() -> Any:
 
 
 class Front:
-    """What Ray Serve makes `replicas.fronts` of. `__init__` returns at once: /readyz says whether
-    an engine is there."""
+    """What Ray Serve makes `replicas.fronts` of. `__init__` returns when it has found an engine."""
 
     async def __init__(self, fleet: FleetFile, version: str, replicas: Any = None) -> None:
         """`version`: of the deepdraft that started the fleet; `replicas`: Ray's handle of the
@@ -312,6 +312,10 @@ class Front:
             tls=client_tls(fleet.config),
         )
         await self.links.start()
+        # Ray sends requests here as soon as this returns, also in place of an older front.
+        until = time.monotonic() + fleet.ray.start_s
+        while not self.router.ready() and time.monotonic() < until:
+            await asyncio.sleep(0.1)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Called by Ray Serve after `__init__`."""

@@ -21,7 +21,7 @@ from deepdraft.server.fleet_registry import Entry, Registry
 from deepdraft.server.fleet_router import Router
 from deepdraft.telemetry import logger
 
-LOOK_S = 1.0
+LOOK_S = 0.5
 TICK_S = 0.25
 DIAL_S = 5.0
 _LONGEST_PAUSE_S = 2.0
