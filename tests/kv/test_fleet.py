@@ -141,7 +141,8 @@ def test_a_fault_of_the_fetch_leaves_the_owner(join: MakeFleet, directory: Local
 
 
 @pytest.mark.parametrize("rule", ["never", "auto", "always"])
-def test_rules(rule: str, join: MakeFleet) -> None:
+def test_rules(rule: str, join: MakeFleet, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "deepdraft")
     costs = Costs()
     costs.note_prefill(100, 1e-6)  # computing is for nothing
     costs.note_fetch(1000, 5.0)
@@ -150,6 +151,8 @@ def test_rules(rule: str, join: MakeFleet) -> None:
     b.turn(text(1, 60))
     assert b.started == (40 if rule == "always" else 0)
     assert counts(b).get("fetch_too_slow", 0) == (rule == "auto")
+    decisions = [r.getMessage() for r in caplog.records if "for 40 tokens: no (" in r.getMessage()]
+    assert len(decisions) == (rule == "auto")
     assert b.owns  # it computed a state of its own
 
 
