@@ -137,8 +137,8 @@ def main() -> int:
                 found = early_arrivals(instructions)
                 early += len(found)
                 print(
-                    f"{form:12} {name:20} {registers:3} registers {len(instructions):5} instructions, "
-                    f"early arrivals: {len(found)}",
+                    f"{form:12} {name:20} {registers:3} registers, {len(instructions):5} "
+                    f"instructions, early arrivals: {len(found)}",
                     flush=True,
                 )
                 for text in found:
