@@ -45,7 +45,7 @@ from deepdraft.kernels.native import (  # noqa: E402
 from deepdraft.kernels.native.fragments import Streamed  # noqa: E402
 
 Names = frozenset[str]
-ALONE = ("combine", "query", "held", "fenced", "held+fenced", "voted")
+ALONE = ("combine", "query", "held+fenced", "voted", "ordered", "fresh")
 """Tried alone."""
 SAME_BITS = frozenset({"ordered", "fresh", "voted", "held", "fenced", "lanes"})
 """Forms that promise the usual bits; the others sum in another order or take other exponentials."""
