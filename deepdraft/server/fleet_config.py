@@ -68,6 +68,9 @@ class Replicas:
     """Processes that read requests and write answers, before the replicas."""
     resume: bool = False
     """Whether streams under way go on in another replica where theirs is lost."""
+    sticky: bool = False
+    """Whether a conversation (by its session header) goes to the same replica while that is
+    there, whatever the load."""
 
     def __post_init__(self) -> None:
         _require(_is_count(self.count, 1), "replicas.count", self.count, "an integer >= 1")
@@ -83,7 +86,7 @@ class Replicas:
         rule = "0 or 1 (a model over several GPUs, engine.tp, is served by `deepdraft serve` alone)"
         _require(ok, "replicas.gpus", self.gpus, rule)
         _require(_is_count(self.fronts, 1), "replicas.fronts", self.fronts, "an integer >= 1")
-        for name in ("selftest", "resume"):
+        for name in ("selftest", "resume", "sticky"):
             value = getattr(self, name)
             _require(isinstance(value, bool), f"replicas.{name}", value, "true or false")
         for name in ("hang_s", "look_s", "quiet_s", "wait_s", "up_s", "down_s"):

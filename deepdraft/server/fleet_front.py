@@ -123,8 +123,11 @@ class FrontService(Service):
         tokenizer: Tokenizer,
         digest: str,
         config: Config,
+        *,
+        sessions: bool = False,
     ) -> None:
-        """`digest`: of the tokenizer's file; engines with another one are not used."""
+        """`digest`: of the tokenizer's file; engines with another one are not used. `sessions`:
+        whether engines are told which conversation a request belongs to."""
         super().__init__(_nothing_to_load, config)
         self.router = router
         self._tokenizer, self._digest = tokenizer, digest
@@ -133,7 +136,7 @@ class FrontService(Service):
         self.label = "front"
         """Of this front in metrics."""
         self._metrics = FleetMetrics()
-        self._sessions = RemoteSessions() if config.fleet.directory is not None else None
+        self._sessions = RemoteSessions() if sessions else None
         self.state = "ready"
         self._loaded.set()
 
@@ -301,8 +304,14 @@ class Front:
         path = bundled_checkpoint() if fleet.model is None else Path(fleet.model)
         tokenizer, digest = await asyncio.to_thread(tokenizer_of, path)
         replica = fleet.replicas
-        self.router = Router(resume=replica.resume, quiet_s=replica.quiet_s, hang_s=replica.hang_s)
-        self.service = FrontService(self.router, tokenizer, digest, fleet.config)
+        self.router = Router(
+            resume=replica.resume,
+            sticky=replica.sticky,
+            quiet_s=replica.quiet_s,
+            hang_s=replica.hang_s,
+        )
+        sessions = replica.sticky or fleet.config.fleet.directory is not None
+        self.service = FrontService(self.router, tokenizer, digest, fleet.config, sessions=sessions)
         self.service.label = self.label
         self.links = Links(
             self.router,

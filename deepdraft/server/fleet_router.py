@@ -13,6 +13,7 @@ that was taken from it is nobody's.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import random
 import time
@@ -39,6 +40,7 @@ from deepdraft.server.fleet_wire import (
     Identity,
     Kin,
     Refused,
+    RemoteSession,
     Submit,
     ask_of,
     error_of,
@@ -63,16 +65,19 @@ class Router:
         self,
         *,
         resume: bool,
+        sticky: bool = False,
         quiet_s: float = 5.0,
         hang_s: float = 60.0,
         patience_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
         chance: random.Random | None = None,
     ) -> None:
-        """`resume`: streams under way go on elsewhere. `quiet_s`: silence of an engine after which
+        """`resume`: streams under way go on elsewhere. `sticky`: a conversation stays where it is
+        while it can. `quiet_s`: silence of an engine after which
         requests that can leave it do; `hang_s`: after which it is given up; `patience_s`: how long
         a request that lost its engine waits for another one."""
         self.resume, self.quiet_s, self.hang_s = resume, quiet_s, hang_s
+        self._sticky = sticky
         self.patience_s = patience_s
         self.counters = Counters()
         self.seats: list[Seat] = []
@@ -221,7 +226,7 @@ class Router:
     # Placing
 
     def _choose(self, flights: Sequence[Flight], but: Iterable[str]) -> Seat | None:
-        """Of two engines drawn at random the one with less to do."""
+        """Of two engines drawn at random the one with less to do; or the conversation's own."""
         kin, generation, not_these = flights[0].kin, flights[0].generation, set(but)
         every = [s for s in self.ready(kin) if s.identity.incarnation not in not_these]
         seats = [s for s in every if s.identity.fingerprint == generation]
@@ -229,6 +234,10 @@ class Router:
             seats = every
         if not seats:
             return None
+        session = flights[0].source.session
+        if self._sticky and isinstance(session, RemoteSession):
+            # The largest of all digests: it moves only where its engine goes, or one comes.
+            return max(seats, key=lambda seat: _digest(session.key, seat.identity.incarnation))
         drawn = self._chance.sample(seats, min(2, len(seats)))
         return min(drawn, key=lambda seat: (seat.cost, seat.num_placed))
 
@@ -471,6 +480,10 @@ class Router:
             assert all(f.seat is seat and f.attempt == a for a, f in seat.flights.items())
         assert all(f.seat is None and f.opening is not None for f in waiting)
         assert not any(f.done for f in (*on_seats, *waiting))
+
+
+def _digest(session: str, incarnation: str) -> bytes:
+    return hashlib.sha256(f"{session} {incarnation}".encode()).digest()
 
 
 def _openings(flights: Iterable[Flight]) -> list[Opening]:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from deepdraft.server.fleet_node import Node
 from deepdraft.server.fleet_registry import Entry, LocalRegistry
 from deepdraft.server.fleet_replica import identity_of
 from deepdraft.server.fleet_router import Router
+from deepdraft.types import GenerateRequest
 from tests.server.toy import Toy
 
 ANSWER = "abcdefghijklmnopqrstuvwxyz"
@@ -99,6 +99,7 @@ class World:
         self.path, self.loop = path, asyncio.get_running_loop()
         self.registry = LocalRegistry()
         self.engine_options = options.pop("engine", {})
+        self.tls = options.pop("tls", None)
         self.router = Router(**{"resume": True, "patience_s": 10.0, **options})
         self.engines: list[Engine] = []
 
@@ -117,9 +118,15 @@ class World:
             toy.toy.tokenizer,
             toy.node.identity.tokenizer,
             toy.toy.service.config,
+            sessions=True,
         )
         self.links = Links(
-            self.router, self.registry, name="f", accepts=service.accepts, look_s=0.05
+            self.router,
+            self.registry,
+            name="f",
+            accepts=service.accepts,
+            tls=self.tls,
+            look_s=0.05,
         )
         await self.links.start()
         self.service = service
@@ -338,11 +345,11 @@ def test_a_stream_that_is_lost_ends_with_an_error_of_its_api(tmp_path: Path, pat
 
 def test_an_engine_that_falls_silent_is_left(tmp_path: Path) -> None:
     async def run() -> None:
-        async with world_of(tmp_path, quiet_s=0.5, hang_s=60.0) as world:
+        async with world_of(tmp_path, quiet_s=2.0, hang_s=60.0) as world:
             fault_once(world, 5, Engine.fall_silent)
             answer = await world.complete(stream=True)
             assert streamed_text(answer) == ANSWER
-            assert sorted(seat.state for seat in world.router.seats) == ["quiet", "ready"]
+            await world.until(lambda: [s.state for s in world.router.seats].count("quiet") == 1)
             # What waits in its socket is read, and its requests there are cancelled.
             await world.until(lambda: all(not e.node.num_requests for e in world.engines))
 
@@ -391,9 +398,10 @@ def test_an_engine_whose_thread_stops_is_left(tmp_path: Path) -> None:
             whole = await asyncio.gather(*(world.complete(stream=True) for _ in range(6)))
             assert all(streamed_text(a) == ANSWER for a in whole)
             broken.toy.runner.step_fault, broken.broken = stop, True
-            more = await asyncio.gather(*(world.complete(stream=True) for _ in range(6)))
-            assert all(streamed_text(a) == ANSWER for a in more)
-            await world.until(lambda: broken.node.failure is not None)
+            async with asyncio.timeout(30):
+                while broken.node.failure is None:
+                    more = await asyncio.gather(*(world.complete(stream=True) for _ in range(6)))
+                    assert all(streamed_text(a) == ANSWER for a in more)
             await world.connected(1)
             with pytest.raises(Exception, match="engine has stopped"):
                 broken.node.check()
@@ -406,10 +414,7 @@ def test_a_client_that_goes_ends_its_request(tmp_path: Path) -> None:
         async with world_of(tmp_path, 1) as world:
             engine = world.engines[0]
             engine.toy.runner.delay_s = 0.05
-            _, view = world.service.ready()
-            remote, _ = world.service.ready()
-            from deepdraft.types import GenerateRequest
-
+            remote, view = world.service.ready()
             request = GenerateRequest(request_id="r", prompt_ids=(20, 30), max_new_tokens=1000)
             events = await remote.open([request])
             assert (await anext(events)).token_ids and view.names == ("toy",)
@@ -464,12 +469,6 @@ def test_a_session_is_prepared_by_the_engine_that_takes_it(tmp_path: Path) -> No
 
     async def run() -> None:
         async with world_of(tmp_path, 1) as world:
-            config = world.service.config
-            fleet = replace(config.fleet, directory="redis://127.0.0.1:1")
-            world.service.config = replace(config, fleet=fleet)
-            from deepdraft.server.fleet_front import RemoteSessions
-
-            world.service._sessions = RemoteSessions()
             here = Sessions()
             service = type("Shared", (type(world.engines[0].toy.service),), {"fleet": here})
             world.engines[0].toy.service.__class__ = service
@@ -481,5 +480,25 @@ def test_a_session_is_prepared_by_the_engine_that_takes_it(tmp_path: Path) -> No
             assert answer.status_code == 200
             [(key, size, trace)] = here.prepared
             assert len(key) == 64 and size >= 3 and trace == "trace-me"
+
+    asyncio.run(run())
+
+
+def test_a_fleet_with_certificates_speaks_tls(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    from deepdraft.kv.fleet_files import init_fleet, load_fleet
+
+    init_fleet(tmp_path / "files", ["one"], ["127.0.0.1"])
+    files = load_fleet(tmp_path / "files" / "nodes" / "one")
+
+    async def run() -> None:
+        world = World(tmp_path, tls=files.client_tls)
+        await world.add("e0", tls=files.server_tls)
+        await world.add("plain")
+        await world.open()
+        await world.connected(1)
+        answer = await world.complete()
+        assert text_of(answer) == ANSWER and answer.headers["x-deepdraft-replica"] == "e0"
+        await world.close()
 
     asyncio.run(run())

@@ -23,6 +23,7 @@ from deepdraft.server.fleet_wire import (
     Events,
     Identity,
     Load,
+    RemoteSession,
     Submit,
     ToEngine,
     refusal,
@@ -172,7 +173,7 @@ class Client:
 class World:
     """A router, a clock, engines and clients."""
 
-    def __init__(self, *, resume: bool = True, engines: int = 2, seed: int = 0) -> None:
+    def __init__(self, *, resume: bool = True, engines: int = 2, sticky: bool = False) -> None:
         self.now = 100.0
         self.router = Router(
             resume=resume,
@@ -180,7 +181,8 @@ class World:
             hang_s=60.0,
             patience_s=30.0,
             clock=lambda: self.now,
-            chance=random.Random(seed),
+            chance=random.Random(0),
+            sticky=sticky,
         )
         self.engines: list[FakeEngine] = []
         self.clients: list[Client] = []
@@ -625,22 +627,36 @@ def test_requests_go_where_there_is_least_to_do() -> None:
     assert len(world.engines[0].asks) > len(world.engines[1].asks)
 
 
+def test_a_conversation_stays_where_it_is_while_it_can() -> None:
+    world = World(engines=3, sticky=True)
+    places: dict[int, set[FakeEngine]] = {}
+
+    def round_of_turns() -> None:
+        for chat in range(20):
+            client = world.ask(session=RemoteSession(f"chat {chat}", ""))
+            world.read()
+            places.setdefault(chat, set()).add(world.on(client))
+            world.finish()
+
+    round_of_turns()
+    round_of_turns()
+    assert all(len(p) == 1 for p in places.values())
+    assert {e for p in places.values() for e in p} == set(world.engines)
+    gone = world.engines[0]
+    world.die(gone)
+    round_of_turns()
+    assert all((len(p) == 2) == (gone in p) for p in places.values())
+
+
 def test_idle_engines_share_alike() -> None:
     world = World(engines=3)
     for _ in range(300):
         world.ask(length=1)
-        world.finish_quickly()
+        world.read()
+        for engine in world.engines:
+            engine.step(world.router, 10)
     shares = [e.seat.num_placed for e in world.engines]
     assert max(shares) - min(shares) <= 0.15 * 100
-
-
-def _finish_quickly(self: World) -> None:
-    self.read()
-    for engine in self.engines:
-        engine.step(self.router, 10)
-
-
-World.finish_quickly = _finish_quickly  # type: ignore[attr-defined]
 
 
 class Faults(RuleBasedStateMachine):
