@@ -15,6 +15,7 @@ import importlib.metadata
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from deepdraft.proof.bench import provenance
+from deepdraft.server.service import bundled_checkpoint
 from tests.fleet.children import Child, replicas_of
 from tests.fleet.test_live import PASSWORD, REDIS, Fleet, _ready, free_port, make_fleet
 
@@ -260,14 +262,14 @@ class Changes:
 
     def broken(self) -> None:
         model = self.place / "broken"
-        model.mkdir(exist_ok=True)
+        shutil.copytree(bundled_checkpoint(), model)
         (model / "config.json").write_text('{"model_type": "nothing we know"}')
         old = set(replicas_of(self.fleet.name))
         self.rewrite(self.settings(max_queue=200), head=f'model = "{model}"')
 
         def action() -> Json:
             code, said = self.command("upgrade")
-            assert code == 3 and "nothing we know" in said, (code, said)
+            assert code == 2 and "nothing we know" in said, (code, said)
             assert old <= set(replicas_of(self.fleet.name)), "an old one was lost"
             return {"exit_code": code, "said": said.splitlines()[-1][:600]}
 

@@ -111,12 +111,12 @@ def token_file(name: str) -> Path:
     return state_file(name).with_suffix(".token")
 
 
-def options_of(fleet: FleetFile) -> dict[str, Any]:
-    """The options of the deployment in Ray Serve's terms."""
+def options_of(fleet: FleetFile, *, again: bool = False) -> dict[str, Any]:
+    """The options of the deployment in Ray Serve's terms; see `deploy`."""
     replicas = fleet.replicas
     return {
         "name": DEPLOYMENT,
-        **number_of(fleet),
+        **number_of(fleet, again=again),
         "ray_actor_options": {"num_cpus": replicas.cpus, "num_gpus": replicas.gpus},
         "max_constructor_retry_count": _STARTS,
         "health_check_period_s": replicas.look_s,
@@ -126,8 +126,9 @@ def options_of(fleet: FleetFile) -> dict[str, Any]:
     }
 
 
-def number_of(fleet: FleetFile) -> dict[str, Any]:
-    """How many replicas, in Ray Serve's terms: a number, or bounds and who decides."""
+def number_of(fleet: FleetFile, *, again: bool = False) -> dict[str, Any]:
+    """How many replicas, in Ray Serve's terms: a number, or bounds and who decides. `again`: as
+    many as there are."""
     replicas = fleet.replicas
     if not replicas.scales:
         return {"num_replicas": replicas.count}
@@ -137,7 +138,7 @@ def number_of(fleet: FleetFile) -> dict[str, Any]:
     return {
         "autoscaling_config": {
             "min_replicas": low,
-            "initial_replicas": replicas.count,
+            "initial_replicas": None if again else replicas.count,
             "max_replicas": high,
             # Ours waits, and knows why.
             "upscale_delay_s": 0.0,
@@ -167,18 +168,15 @@ def front_options_of(fleet: FleetFile) -> dict[str, Any]:
     }
 
 
-def bound(deployed: Deployed, *, in_place: bool = False) -> Any:
-    """The fleet as Ray Serve runs it: fronts, and the engines that they find for themselves.
-
-    Replicas of another version are replaced: one more is started before one leaves, or with
-    `in_place` one leaves first.
-    """
+def bound(deployed: Deployed, *, again: bool = False, in_place: bool = False) -> Any:
+    """The fleet as Ray Serve runs it: fronts, and the engines that they find for themselves. See
+    `deploy`."""
     serve, fleet = _serve(), deployed.fleet
     change = {
         "max_surge_percent": 0 if in_place else 1,  # rounded up: one
         "rolling_update_percentage": 0.01,  # likewise
     }
-    engines = serve.deployment(**options_of(fleet), **change)(Replica)
+    engines = serve.deployment(**options_of(fleet, again=again), **change)(Replica)
     fronts = serve.deployment(**front_options_of(fleet), **change)(serve.ingress()(Front))
     for made in (engines, fronts):
         # Ray Serve replaces replicas whose version differs, and takes a new one each time where
@@ -187,11 +185,15 @@ def bound(deployed: Deployed, *, in_place: bool = False) -> Any:
     return fronts.bind(fleet, deployed.program, engines.bind(fleet, deployed.program))
 
 
-def deploy(deployed: Deployed, *, in_place: bool = False) -> None:
-    """Tells Ray Serve what is to run, and does not wait."""
-    target = _serve().RunTarget(
-        target=bound(deployed, in_place=in_place), name=deployed.fleet.name, route_prefix="/"
-    )
+def deploy(deployed: Deployed, *, again: bool = False, in_place: bool = False) -> None:
+    """Tells Ray Serve what is to run, and does not wait.
+
+    `again`: a fleet runs, whose number of replicas stays what its load has made it. Replicas of
+    another version are replaced: one more is started before one leaves, or with `in_place` one
+    leaves first.
+    """
+    made = bound(deployed, again=again, in_place=in_place)
+    target = _serve().RunTarget(target=made, name=deployed.fleet.name, route_prefix="/")
     _serve().run_many([target], wait_for_applications_running=False)
 
 

@@ -56,7 +56,7 @@ def upgrade(new: FleetFile, say: Say, *, in_place: bool = False) -> None:
             return
         if wanted.name != old.name and not in_place:
             _check_room(new)
-        fleet_ray.deploy(wanted, in_place=in_place)
+        fleet_ray.deploy(wanted, again=True, in_place=in_place)
         why = _watch(wanted, say)
         if why is None:
             RayRegistry(new.name).keep(wanted.encode())
@@ -64,7 +64,7 @@ def upgrade(new: FleetFile, say: Say, *, in_place: bool = False) -> None:
         if fleet_ray.application(new.name) is None:
             raise EngineError(f"the upgrade to {wanted.name} is stopped: {why}")
         say(f"going back to {old.name}")
-        fleet_ray.deploy(old, in_place=in_place)
+        fleet_ray.deploy(old, again=True, in_place=in_place)
         back = _watch(old, say)
         state = f"{old.name} serves" if back is None else f"and not all of {old.name} serve: {back}"
         raise EngineError(f"the upgrade to {wanted.name} is stopped, {state}: {why}")

@@ -282,6 +282,8 @@ def test_bounds_make_the_number_follow_the_load(tmp_path: Path) -> None:
     told = fleet_ray.number_of(fleet_of(tmp_path, text))["autoscaling_config"]
     bounds = [told[f"{name}_replicas"] for name in ("min", "initial", "max")]
     assert bounds == [1, 2, 5] and told["metrics_interval_s"] == 1
+    again = fleet_ray.number_of(fleet_of(tmp_path, text), again=True)["autoscaling_config"]
+    assert again == {**told, "initial_replicas": None}, "a fleet that runs does not start anew"
     module, _, name = told["policy"]["policy_function"].partition(":")
     policy = getattr(importlib.import_module(module), name)(**told["policy"]["policy_kwargs"])
     assert (policy._rules.min_count, policy._rules.max_count, policy._rules.capacity) == (1, 5, 4)

@@ -118,7 +118,8 @@ class FakeRay:
             self.states_now.pop(0)
         return None if state == "gone" else SimpleNamespace(status=SimpleNamespace(value=state))
 
-    def deploy(self, deployed: Deployed, *, in_place: bool) -> None:
+    def deploy(self, deployed: Deployed, *, again: bool, in_place: bool) -> None:
+        assert again, "the number of replicas starts anew"
         self.deployed.append((deployed.name, in_place))
         self.states_now = list(self.coming.get(deployed.name, ["DEPLOYING", "RUNNING"]))
 
