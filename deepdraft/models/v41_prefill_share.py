@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from deepdraft.parallel.group import Alone, Group, rank_order_sum
+from deepdraft.parallel.plan import Cut, ShardPlan, stem
 
 
 class Part(Protocol):
@@ -117,3 +118,11 @@ class RowShare:
 def _filled(x: Tensor, rows: int) -> Tensor:
     missing = rows - x.shape[0]
     return torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing > 0 else x
+
+
+class ExpertCuts(ShardPlan):
+    """The routed experts' widths cut over the ranks, all else whole."""
+
+    def cut(self, name: str) -> Cut | None:
+        """As `ShardPlan.cut`."""
+        return super().cut(name) if stem(name).startswith("ffn.experts.") else None
