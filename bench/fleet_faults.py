@@ -139,10 +139,15 @@ def ask_oracle(chats: list[list[Turn]], file: Path) -> None:
             messages.append({"role": "assistant", "content": text or "x"})
         return [m["content"] for m in messages[1::2]]
 
+    # A run that was ended goes on where it was.
+    turns = [[t.text for t in c] for c in chats]
+    known = json.loads(file.read_text()) if file.exists() else {}
+    right = known["right"] if known.get("turns") == turns else []
     with ThreadPoolExecutor(8) as pool:
-        right = list(pool.map(answers, chats))
+        for answered in pool.map(answers, chats[len(right) :]):
+            right.append(answered)
+            file.write_text(json.dumps({"turns": turns, "right": right}))
     child.end(signal.SIGTERM)
-    file.write_text(json.dumps({"turns": [[t.text for t in c] for c in chats], "right": right}))
 
 
 class Failed(Exception):
@@ -312,6 +317,8 @@ class Harm:
         self.redis = Redis(place)
         self.fleet: Fleet = make_fleet(place, "\n" + self.settings())
         self.log: list[Json] = []
+        self.missing = 0
+        """Faults still to be done."""
         self.chance = random.Random(7)
         self.queue = 256
 
@@ -403,6 +410,7 @@ class Harm:
             "turns_meanwhile": clients.counts["turns"] - turns,
             "failed_meanwhile": len(clients.failed) - failed,
         })  # fmt: skip
+        self.missing -= 1
         print(json.dumps(self.log[-1]), flush=True)
 
     def close(self) -> None:
@@ -445,6 +453,31 @@ def harm_all(harm: Harm, clients: Clients, faults: list[str], errors: list[str])
             clients.lock.notify_all()
 
 
+def record(options: Any, harm: Harm, clients: Clients, errors: list[str]) -> Json:
+    """What is to be kept of a run."""
+    prompt = clients.counts.pop("later_prompt_tokens")
+    cached = clients.counts.pop("later_cached_tokens")
+    return {
+        "what": "3 replicas of the bundled model on Ray, faults under conversations: "
+        "bench/fleet_faults.py",
+        **provenance(),
+        "ray": importlib.metadata.version("ray"),
+        "resume": not options.no_resume,
+        "workers": options.workers,
+        **clients.counts,
+        "lost_conversations": options.conversations - clients.counts["conversations"],
+        "failed_requests": len(clients.failed),
+        "failed": clients.failed,
+        "faults": harm.log,
+        "faults_not_done": harm.missing,
+        "errors": errors,
+        "later_turns_reuse": round(cached / prompt, 4),
+        "answer_s": spread(clients.latencies),
+        "longest_silence_in_a_stream_s": spread(clients.gaps),
+        "left_behind": replicas_of(harm.fleet.name) if not options.keep else None,
+    }
+
+
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -464,12 +497,14 @@ def main() -> None:
         return
     known = json.loads(options.answers.read_text())
     assert known["turns"] == [[t.text for t in c] for c in chats], "answers of another trace"
+    assert len(known["right"]) == len(chats), "answers are missing: --oracle goes on with them"
     faults = [f for f in options.faults.split(",") if f]
     first, last = 0.03, 0.93
     span = (last - first) / max(1, len(faults) - 1)
     thresholds = [int(options.turns * (first + span * i)) for i in range(len(faults))]
     place = Path(tempfile.mkdtemp(prefix="ff"))
     harm = Harm(place, not options.no_resume)
+    harm.missing = len(faults)
     errors: list[str] = []
     begin = time.monotonic()
     try:
@@ -487,36 +522,16 @@ def main() -> None:
     finally:
         if not options.keep:
             harm.close()
-    prompt = clients.counts.pop("later_prompt_tokens")
-    cached = clients.counts.pop("later_cached_tokens")
-    result: Json = {
-        "what": "3 replicas of the bundled model on Ray, faults under conversations: "
-        "bench/fleet_faults.py",
-        **provenance(),
-        "ray": importlib.metadata.version("ray"),
-        "resume": not options.no_resume,
-        "workers": options.workers,
-        **clients.counts,
-        "lost_conversations": options.conversations - clients.counts["conversations"],
-        "failed_requests": len(clients.failed),
-        "failed": clients.failed,
-        "faults": harm.log,
-        "faults_not_done": len(faults) - len(harm.log),
-        "errors": errors,
-        "later_turns_reuse": round(cached / prompt, 4),
-        "answer_s": spread(clients.latencies),
-        "longest_silence_in_a_stream_s": spread(clients.gaps),
+    result = record(options, harm, clients, errors) | {
         "routed_since_the_upgrade": counters,
         "seconds": took_s,
         "start_s": round(started_s, 1),
-        "left_behind": replicas_of(harm.fleet.name) if not options.keep else None,
     }
     text = json.dumps(result, indent=1) + "\n"
     if options.out:
         options.out.write_text(text)
     print(text)
-    bad = clients.counts["different"] or clients.failed or errors or result["faults_not_done"]
-    sys.exit(bool(bad))
+    sys.exit(bool(clients.counts["different"] or clients.failed or errors or harm.missing))
 
 
 if __name__ == "__main__":
