@@ -196,7 +196,7 @@ def bench_fleet(model: str | None, url: str | None, **options: Any) -> int:
     routing = options.pop("routing") or ("random" if kind == "servers" else "own")
     if kind == "servers" and routing == "own":
         raise click.UsageError("plain servers have no routing of their own: random or sticky")
-    if kind != "servers" and not simulated and routing != "own":
+    if kind != "servers" and not simulated and routing in ("random", "both"):
         raise click.UsageError("turns of --replicas and --url are routed by the fleet itself")
     plan = TracePlan(
         conversations=options.pop("conversations"),

@@ -112,7 +112,8 @@ def started(case: Case, model: str | None, url: str | None) -> Generator[Started
         with servers(model, case.count, sharing=case.sharing) as fleet:
             yield fleet
     else:
-        with replicas(model, case.count, sharing=case.sharing) as fleet:
+        extra = "sticky = true" if case.routing == "sticky" else ""
+        with replicas(model, case.count, sharing=case.sharing, extra=extra) as fleet:
             yield fleet
 
 

@@ -135,8 +135,10 @@ def servers(model: str | None, count: int, *, sharing: bool) -> Generator[Starte
 
 
 @contextlib.contextmanager
-def replicas(model: str | None, count: int, *, sharing: bool) -> Generator[Started]:
-    """A fleet of `count` replicas on a Ray of its own.
+def replicas(
+    model: str | None, count: int, *, sharing: bool, extra: str = ""
+) -> Generator[Started]:
+    """A fleet of `count` replicas on a Ray of its own. `extra`: lines of its file's [replicas].
 
     Raises ConfigError with the last lines it said where it does not become ready.
     """
@@ -145,7 +147,7 @@ def replicas(model: str | None, count: int, *, sharing: bool) -> Generator[Start
         url = stack.enter_context(directory()) if sharing and count > 1 else None
         port = free_port()
         file = place / "fleet.toml"
-        file.write_text(fleet_file(model, count, port, url))
+        file.write_text(fleet_file(model, count, port, url, extra))
         said = place / "said"
         command = [sys.executable, "-m", "deepdraft.cli.main", "fleet", "up", str(file)]
         environment = {**os.environ, "XDG_STATE_HOME": str(place / "state")}
@@ -168,7 +170,7 @@ def replicas(model: str | None, count: int, *, sharing: bool) -> Generator[Start
                 process.wait()
 
 
-def fleet_file(model: str | None, count: int, port: int, url: str | None) -> str:
+def fleet_file(model: str | None, count: int, port: int, url: str | None, extra: str = "") -> str:
     """The settings of a measured fleet."""
     cores = os.cpu_count() or 1
     lines = [
@@ -179,5 +181,6 @@ def fleet_file(model: str | None, count: int, port: int, url: str | None) -> str
         *([f'[fleet]\ndirectory = "{url}"'] if url is not None else []),
         f"[replicas]\ncount = {count}\ncpus = {min(1.0, 0.9 * cores / (count + 1)):.2f}",
         "selftest = false",
+        *([extra] if extra else []),
     ]
     return "\n".join(lines) + "\n"
