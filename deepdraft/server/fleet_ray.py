@@ -264,7 +264,11 @@ def status(fleet: FleetFile) -> dict[str, Any]:
             "name": fleet.name,
             "url": fleet.url,
             "state": str(found.status.value),
-            "replicas": {"wanted": fleet.replicas.count, **{k: int(v) for k, v in states.items()}},
+            # Where their number follows the load, the fewest.
+            "replicas": {
+                "wanted": min(fleet.replicas.count, fleet.replicas.bounds[0]),
+                **{k: int(v) for k, v in states.items()},
+            },
             "message": message,
         }
 
