@@ -126,8 +126,8 @@ _SHARING = {"on": (True,), "off": (False,), "both": (True, False)}
 @click.option(
     "--routing",
     type=click.Choice(("random", "sticky", "own", "both")),
-    help="Of turns: by the client, random or always to one server; the fleet's own. both: random "
-    "and sticky [servers: random; others: own].",
+    help="Of turns: any server, always the same one, as the fleet itself does. both: the first "
+    "that can be had, and sticky [servers: random; others: own].",
 )
 @click.option(
     "--conversations", type=click.IntRange(1, 100_000), default=60, show_default=True, metavar="N"
@@ -196,8 +196,9 @@ def bench_fleet(model: str | None, url: str | None, **options: Any) -> int:
     routing = options.pop("routing") or ("random" if kind == "servers" else "own")
     if kind == "servers" and routing == "own":
         raise click.UsageError("plain servers have no routing of their own: random or sticky")
-    if kind != "servers" and not simulated and routing in ("random", "both"):
-        raise click.UsageError("turns of --replicas and --url are routed by the fleet itself")
+    if kind != "servers" and not simulated:
+        if routing == "random" or (url and routing != "own"):
+            raise click.UsageError("turns of --replicas and --url are routed by the fleet itself")
     plan = TracePlan(
         conversations=options.pop("conversations"),
         rate=options.pop("rate"),
@@ -212,7 +213,9 @@ def bench_fleet(model: str | None, url: str | None, **options: Any) -> int:
         kind,
         counts,
         _SHARING[options.pop("sharing")],
-        ("random", "sticky") if routing == "both" else (routing,),
+        ("own" if kind == "replicas" and not simulated else "random", "sticky")
+        if routing == "both"
+        else (routing,),
     )
     size, limit_ms = options.pop("kv_memory"), options["limit_ms"]
     if (size or limit_ms) and not simulated:

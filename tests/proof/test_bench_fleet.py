@@ -303,6 +303,7 @@ def test_counts() -> None:
         (["--url", "http://x", "--calibrate"], "started here"),
         (["--servers", "2", "--routing", "own"], "random or sticky"),
         (["--replicas", "2", "--routing", "random"], "by the fleet itself"),
+        (["--url", "http://x", "--routing", "sticky"], "by the fleet itself"),
         (["--replicas", "x"], "takes numbers"),
         (["--replicas", "1", "--limit-ms", "100"], "are for --simulate"),
         (["--simulate", "no-such-file"], "cannot be read"),
