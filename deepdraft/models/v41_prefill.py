@@ -51,6 +51,8 @@ class Progress:
         return (self.total - self.done) * self.seconds / self.done if self.done else None
 
 
+LEAST_WARM = 32
+"""Rows of the shortest chunk that is tried before requests come: shorter ones have its tiles."""
 Watch = Callable[[Progress], bool]
 """Called between chunks; False: stop here."""
 
@@ -97,16 +99,17 @@ class DevicePrefill:
         self._replayed: _Replayed | None = None
 
     def warm(self) -> None:
-        """One chunk without a row: kernels are compiled, and the device memory that chunks need
-        is taken."""
-        caches = self.layers.caches
-        chunk = make_chunk(
-            caches, [], slot=0, first=0, floors=(0, 0), write_from=0, rows_at_least=self.chunk
-        )
-        flow, table_rows = self.layers.start(chunk)
-        source = self.args.decoder_start
-        self.layers.run(chunk, flow, range(source), table_rows=table_rows)
-        self.layers.write_entries(chunk, flow, source)
+        """Chunks without a row, of all sizes that have tiles of their own: kernels are compiled,
+        and the device memory that chunks need is taken."""
+        caches, source, rows = self.layers.caches, self.args.decoder_start, self.chunk
+        while rows >= min(self.chunk, LEAST_WARM):
+            chunk = make_chunk(
+                caches, [], slot=0, first=0, floors=(0, 0), write_from=0, rows_at_least=rows
+            )
+            flow, table_rows = self.layers.start(chunk)
+            self.layers.run(chunk, flow, range(source), table_rows=table_rows)
+            self.layers.write_entries(chunk, flow, source)
+            rows //= 2
         if self.chunk >= min(LIBRARY_ROWS):
             self.layers.prove_library()
 

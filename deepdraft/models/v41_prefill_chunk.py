@@ -3,7 +3,7 @@
 Owns: positions, addresses, rotary tables, which rows of rings and caches a chunk reads and writes.
 Knows nothing of: weights, layers, launches.
 
-Letters: R rows of a chunk (a multiple of 8; the last ones may be empty), W window, P rotary pairs.
+Letters: R rows of a chunk (a multiple of 16; the last ones may be empty), W window, P rotary pairs.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from deepdraft.kernels import index
-from deepdraft.kernels.runtime import padded_rows
 from deepdraft.models.v41_buffers import DECODER, ENCODER, DeviceCaches
 
+ROW_TILE = 16
+"""Rows of a chunk are a multiple of it: no kernel is compiled for odd tiles of 8, too."""
 WINDOW_TURN, MAIN_TURN, PAIR_TURN = range(3)
 """Of `Chunk.turns`."""
 
@@ -112,7 +113,7 @@ def make_chunk(
         ids, offset = ids[part], min(part.start, len(ids))
         first = begin + offset
     count = len(ids)
-    total = padded_rows(max(count, rows_at_least))
+    total = -(-max(count, rows_at_least, 1) // ROW_TILE) * ROW_TILE
     window, ring, pending = args.sliding_window, caches.ring, caches.pending_ring
     number = torch.arange(total, device=device, dtype=torch.int32)
     live = number < count

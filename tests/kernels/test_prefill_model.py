@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from deepdraft.errors import StateError
-from deepdraft.kernels.runtime import padded_rows
 from deepdraft.models.v41_prefill_chunk import make_chunk
 from deepdraft.models.v41_prefill_layers import Flow
 from deepdraft.ops import cache
@@ -66,10 +65,10 @@ def test_layers_from_the_inputs_of_the_reference(layers):
     pool, prefill = tiny.make(8)
     # The record's streams are those behind Engram.
     prefill.layers._inject = lambda *_: None
-    rows, n = padded_rows(len(text)), len(text)
+    n = len(text)
     with torch.inference_mode():
         chunk = make_chunk(pool.caches, text, slot=0, first=0, floors=(0, 0), write_from=0)
-        _, table_rows = prefill.layers.start(chunk)
+        rows, (_, table_rows) = chunk.rows, prefill.layers.start(chunk)
         for layer in layers:
             want = record[f"L{layer}"]
             x = padded(want["stream_in"][:n], rows, torch.bfloat16)
