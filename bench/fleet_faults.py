@@ -84,7 +84,7 @@ def conversations(number: int, turns: int) -> list[list[Turn]]:
     seed = 0
     while True:
         plan = TracePlan(
-            conversations=number, rate=1.0, mean_turns=turns / number, document_chars=300,
+            conversations=number, rate=1.0, mean_turns=turns / number, document_chars=200,
             pause_s=0.0, seed=seed,
         )  # fmt: skip
         trace = [list(c.turns) for c in fleet_trace(plan)]
