@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from deepdraft.cli.ending import clean_end
+
 
 @click.command("serve")
 @click.option(
@@ -166,7 +168,8 @@ _SHARING = {"on": (True,), "off": (False,), "both": (True, False)}
 @click.option("--kv-memory", metavar="SIZE", help="simulate: of each replica [no limit].")
 @click.option("--runs", type=click.IntRange(1, 100), default=3, show_default=True, metavar="N")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--out", metavar="FILE", help="Write the result there, too.")
+@click.option("--out", metavar="FILE", help="Write the result there, too, fleet by fleet.")
+@clean_end()
 def bench_fleet(model: str | None, url: str | None, **options: Any) -> int:
     """Play conversations of 2 to 20 turns on 1 to N replicas of MODEL, by default the bundled one.
 

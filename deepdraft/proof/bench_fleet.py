@@ -303,8 +303,10 @@ def measure(
     costs: Costs | None = None,
     runs: int = 3,
     say: Say = lambda text: None,
+    keep: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
-    """Every case on a fleet of its own, each with its prediction where costs are known."""
+    """Every case on a fleet of its own, each with its prediction where costs are known. `keep` gets
+    what there is after each of them."""
     tag = f"{random.SystemRandom().randrange(1 << 32):08x}"
     result: dict[str, Any] = {
         "what": "conversations on a fleet",
@@ -314,6 +316,8 @@ def measure(
     }
     if calibrate:
         costs = calibrated(wanted[0].kind, model, plan, runs, say)
+    if costs is not None:
+        result["costs"] = costs.as_dict()
     for case in wanted:
         say(f"{case.name}: starting")
         with started(case, model, url) as fleet:
@@ -324,9 +328,8 @@ def measure(
             row["predicted"] = predict(case, plan, costs, per_machine=case.count)
             row["compared"] = compare(row["measured"], row["predicted"])
         result["cases"].append(row)
-    if costs is not None:
-        result["costs"] = costs.as_dict()
-    result["checks"] = checks(result["cases"])
+        result["checks"] = checks(result["cases"])
+        keep(result)
     return result
 
 
@@ -404,16 +407,25 @@ def main(
         begun = provenance()
         known = None if costs is None else read_costs(costs)
         result = measure(
-            wanted, plan, costs=known, say=lambda text: print(text, file=sys.stderr), **options
+            wanted,
+            plan,
+            costs=known,
+            say=lambda text: print(text, file=sys.stderr),
+            keep=lambda result: _write(out, {**result, **begun}),
+            **options,
         )
     record = {**result, **begun}
+    _write(out, record)
     text = json.dumps(record, indent=1)
-    if out:
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
-        Path(out).write_text(text + "\n")
     print(text if as_json else table_of(record))
     faults = any(row["measured"]["faults"] for row in result["cases"] if "measured" in row)
     return 1 if faults else 0
+
+
+def _write(out: str | None, record: dict[str, Any]) -> None:
+    if out:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        Path(out).write_text(json.dumps(record, indent=1) + "\n")
 
 
 def table_of(record: dict[str, Any]) -> str:
