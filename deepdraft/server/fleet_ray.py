@@ -266,7 +266,7 @@ def status(fleet: FleetFile) -> dict[str, Any]:
             "state": str(found.status.value),
             # Where their number follows the load, the fewest.
             "replicas": {
-                "wanted": min(fleet.replicas.count, fleet.replicas.bounds[0]),
+                "wanted": fleet.replicas.bounds[0],
                 **{k: int(v) for k, v in states.items()},
             },
             "message": message,
