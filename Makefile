@@ -84,7 +84,7 @@ $(FLEET)/.installed: $(VENV)/.test
 	@touch $@
 
 test-fleet: $(FLEET)/.installed
-	OMP_NUM_THREADS=1 $(FLEET)/bin/python -m pytest -q -p no:randomly tests/fleet
+	OMP_NUM_THREADS=1 $(FLEET)/bin/python -m pytest -q -p no:randomly -m full tests/fleet
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
