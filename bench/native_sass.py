@@ -1,6 +1,6 @@
 """Machine code of the streamed products: is a place given back while reads of it are under way?
 
-    python bench/native_sass.py [--nvrtc LIBNVRTC] [--forms usual,held+fenced]
+    python bench/native_sass.py [--nvrtc LIBNVRTC]
 
 Compiles every measured plan with bulk copies for sm_90 (no GPU needed: NVRTC, and the nvdisasm of
 triton) and says of each its registers, its size, and how many arrivals at a barrier are issued
@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from deepdraft.kernels.native import build, stream, trials  # noqa: E402
+from deepdraft.kernels.native import build, stream  # noqa: E402
 from deepdraft.kernels.native.fragments import StreamPlan  # noqa: E402
 from deepdraft.kernels.native.plans import MEASURED  # noqa: E402
 
@@ -69,11 +69,14 @@ def parse(listing: str) -> list[Instruction]:
 
 
 def early_arrivals(code: list[Instruction]) -> list[str]:
-    """Arrivals that do not wait for loads issued before them, in the order of the code."""
+    """Arrivals that wait neither for loads issued before them nor behind a fence that does, in the
+    order of the code."""
     open_loads: list[Instruction] = []
     found = []
     for one in code:
         open_loads = [load for load in open_loads if not one.waits >> load.scoreboard & 1]
+        if one.text.startswith("FENCE.VIEW.ASYNC"):
+            open_loads = []
         if "SYNCS.ARRIVE.TRANS64.A1T0" in one.text and open_loads:
             loads = ", ".join(load.text for load in open_loads)
             found.append(f"{one.at:#x} {one.text} before {loads}")
@@ -119,7 +122,6 @@ def disassembled(code: bytes) -> tuple[list[Instruction], int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--nvrtc", type=Path, help="the library, where torch has none")
-    parser.add_argument("--forms", default="usual")
     args = parser.parse_args()
     if args.nvrtc:
         for part in args.nvrtc.parent.glob("libnvrtc-builtins.so*"):
@@ -127,22 +129,20 @@ def main() -> int:
         library = ctypes.CDLL(str(args.nvrtc))
         build._nvrtc = lambda: library
     early = 0
-    for form in args.forms.split(","):
-        with trials.using(*(n for n in form.split("+") if n != "usual")):
-            wanted = variants()
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            codes = pool.map(lambda v: build.cubin("stream.cu", v[1], "sm_90a"), wanted)
-            for (name, _), code in zip(wanted, codes, strict=True):
-                instructions, registers = disassembled(code)
-                found = early_arrivals(instructions)
-                early += len(found)
-                print(
-                    f"{form:12} {name:20} {registers:3} registers, {len(instructions):5} "
-                    f"instructions, early arrivals: {len(found)}",
-                    flush=True,
-                )
-                for text in found:
-                    print("   ", text)
+    wanted = variants()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        codes = pool.map(lambda v: build.cubin("stream.cu", v[1], "sm_90a"), wanted)
+        for (name, _), code in zip(wanted, codes, strict=True):
+            instructions, registers = disassembled(code)
+            found = early_arrivals(instructions)
+            early += len(found)
+            print(
+                f"{name:20} {registers:3} registers, {len(instructions):5} instructions, "
+                f"early arrivals: {len(found)}",
+                flush=True,
+            )
+            for text in found:
+                print("   ", text)
     return int(early > 0)
 
 

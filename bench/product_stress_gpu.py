@@ -1,11 +1,11 @@
 """CUDA C++ products again and again over fresh memory: is every result the first one, bit for bit?
 
-    python bench/product_stress_gpu.py --json FILE [--seconds 60] [--forms usual,voted] [--dry]
+    python bench/product_stress_gpu.py --json FILE [--seconds 60] [--beside] [--dry]
 
 A graph has one launch for each of some 6 GB of matrices of one shape, alone or (--beside) beside
 the product of a bf16 map of 11 MB (Triton's kernel) on another stream, as the step has it; all
 results are compared on the device with those of launches that ran one by one. Each shape is
-replayed plainly and with programmatic launch; per form: replays, results with other bits,
+replayed plainly and with programmatic launch: replays, results with other bits,
 microseconds of a launch. `where`: of the first wrong results the columns, and which group's weights
 were other ones: zeros, those of the next unit of 32 rows (a place of the ring was overwritten too
 early) or of the one before (read too early).
@@ -33,16 +33,14 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from deepdraft.kernels import gemv, layout, moe, runtime  # noqa: E402
-from deepdraft.kernels.native import build, fragments, stream, trials  # noqa: E402
+from deepdraft.kernels.native import build, fragments, stream  # noqa: E402
 from deepdraft.kernels.native.fragments import Streamed, StreamPlan  # noqa: E402
 from deepdraft.quant import formats  # noqa: E402
 
-QUERY = StreamPlan(5, 1, 8, 1, 1, 5, 0, 1)
 CASES: dict[str, tuple[str, int, int, int, StreamPlan | None]] = {
-    "wq_b, five tasks a block": ("fp8", 36864, 1280, 1, QUERY),
-    "wq_b, TP 2": ("fp8", 16384, 1280, 1, QUERY),
-    "up": ("up", 4608, 5120, 1, None),
     "wq_b": ("fp8", 36864, 1280, 1, None),
+    "wq_b, TP 2": ("fp8", 16384, 1280, 1, None),
+    "up": ("up", 4608, 5120, 1, None),
     "wo_b": ("fp8", 5120, 8192, 1, None),
     "wo_a": ("bf16", 8192, 4096, 8, None),
     "shared": ("fp8", 4608, 5120, 1, None),
@@ -58,10 +56,6 @@ TINY: dict[str, tuple[str, int, int, int, StreamPlan | None]] = {
 EXPERTS, PICKS = 22, 6
 WAYS = ((False, False), (True, False), (False, True), (True, True))
 """Programmatic launch, beside another product."""
-
-
-def chosen(form: str) -> list[str]:
-    return [name for name in form.split("+") if name != "usual"]
 
 
 class Device:
@@ -138,19 +132,16 @@ def matrix(device: Device, kind: str, rows: int, cols: int, plan: StreamPlan | N
     return Streamed(form, rows, cols, plan, values, scales, arrivals)
 
 
-def prebuild(forms: list[str], names: list[str]) -> None:
+def prebuild(names: list[str]) -> None:
     """Compile all of it side by side."""
     kinds = {"fp8": stream.FP8_ROWS, "bf16": stream.BF16_ROWS, "up": stream.UP, "down": stream.DOWN}
     wanted = []
-    for form in forms:
-        with trials.using(*chosen(form)):
-            for kind, rows, cols, _, plan in (CASES[name] for name in names):
-                experts = kind in ("up", "down")
-                plans = fragments.expert_stream_plan if experts else fragments.dense_stream_plan
-                found = plan or plans(rows, cols)
-                assert found is not None
-                more = {n.upper(): 1 for n in ("ordered", "fresh") if trials.on(n)}
-                wanted.append({**stream.macros(kinds[kind], found, 0), **more})
+    for kind, rows, cols, _, plan in (CASES[name] for name in names):
+        experts = kind in ("up", "down")
+        plans = fragments.expert_stream_plan if experts else fragments.dense_stream_plan
+        found = plan or plans(rows, cols)
+        assert found is not None
+        wanted.append(stream.macros(kinds[kind], found, 0))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda made: build.cubin("stream.cu", made, "sm_90a"), wanted))
 
@@ -309,7 +300,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--forms", default="usual,voted")
     parser.add_argument("--only", default="", help="cases, by name")
     parser.add_argument("--each", type=float, default=1.0, help="seconds of one case")
     parser.add_argument("--beside", action="store_true", help="also beside another product")
@@ -320,22 +310,20 @@ def main() -> None:
     results: dict = {"device": "cpu" if args.dry else torch.cuda.get_device_name()}
     names = [n for n in args.only.split(";") if n] or list(TINY if args.dry else CASES)
     if not args.dry:
-        prebuild(args.forms.split(","), names)
+        prebuild(names)
     beside = device.beside(2 if args.dry else 24) if args.beside else None
     for name in names:
         runs = launches(device, name, 1 << 14 if args.dry else 6_000_000_000)
-        for form in args.forms.split(","):
-            for programmatic, side in WAYS if args.beside else WAYS[:2]:
-                if time.perf_counter() - begin > args.seconds - 2 * args.each - 1:
-                    continue
-                key = f"{name}, {form}{', programmatic' * programmatic}{', beside' * side}"
-                with trials.using(*chosen(form)):
-                    results[key] = stressed(
-                        device, runs, programmatic=programmatic, seconds=args.each,
-                        beside=beside if side else None,
-                    )  # fmt: skip
-                print("--", key, json.dumps(results[key])[:600], flush=True)
-                args.json.write_text(json.dumps(results, indent=1) + "\n")
+        for programmatic, side in WAYS if args.beside else WAYS[:2]:
+            if time.perf_counter() - begin > args.seconds - 2 * args.each - 1:
+                continue
+            key = f"{name}{', programmatic' * programmatic}{', beside' * side}"
+            results[key] = stressed(
+                device, runs, programmatic=programmatic, seconds=args.each,
+                beside=beside if side else None,
+            )  # fmt: skip
+            print("--", key, json.dumps(results[key])[:600], flush=True)
+            args.json.write_text(json.dumps(results, indent=1) + "\n")
         del runs
         if not args.dry:
             torch.cuda.empty_cache()

@@ -34,7 +34,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--only", default="golden,demo,published")
-    parser.add_argument("--trials", help="forms of kernels.native.trials to use, as bulk,joined")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--layers", type=int, default=40)
@@ -56,8 +55,6 @@ def spawn(args: argparse.Namespace, name: str) -> subprocess.Popen:
 
 def main() -> None:
     args = parse()
-    if args.trials is not None:  # children take it from the environment
-        os.environ["DEEPDRAFT_TRIALS"] = args.trials
     results = Results(args.json, args.seconds)
     if args.dry_run:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -71,7 +68,6 @@ def main() -> None:
     import torch
     import triton
 
-    results.data["trials"] = os.environ.get("DEEPDRAFT_TRIALS", "")
     results.data["versions"] = {"torch": torch.__version__, "triton": triton.__version__}
     if args.child:
         import step_checks

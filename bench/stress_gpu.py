@@ -1,17 +1,16 @@
 """The captured step again and again on one GPU: is every replay the first one, bit for bit?
 
-    python bench/stress_gpu.py --json FILE [--seconds 190] [--parts forms,where,grid,alone,whole]
+    python bench/stress_gpu.py --json FILE [--seconds 190] [--parts step,alone,whole,grid]
 
 What a step gives (logits) and leaves (caches, tokens) is compared on the device, after every
 replay, with the same launches one behind the other: in one lane, without programmatic launch.
 
-forms  6 rows, 22 experts, every form of `FORMS`, many replays and the time of one: `kept` is the
-       fastest with no other bits anywhere
-where  for forms that gave other bits: which result of which layer is the first to differ. All
-       results are kept, so no memory serves twice within a step
-grid   `kept` at 1 to 8 rows, several numbers of experts and contexts
-alone  `kept`, routed freely: each row alone against its bits beside the others
-whole  times of the whole step with `kept` (what bench/results/c-step.json holds)
+step   6 rows, 22 experts: many replays, with and without programmatic launch, and the time of one.
+       Where bits differ: in one lane, too, and which result of which layer is the first to differ
+       (all results are kept then, so no memory serves twice within a step)
+alone  routed freely: each row alone against its bits beside the others
+whole  times of the whole step (what bench/results/c-step.json holds)
+grid   1 to 8 rows, several numbers of experts and contexts
 
 The GPU must be idle otherwise. Random weights of the published shape.
 """
@@ -23,28 +22,40 @@ import os
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
-import trials_gpu  # noqa: E402
 from step_results import Results  # noqa: E402
 
 from deepdraft.kernels import runtime  # noqa: E402
-from deepdraft.kernels.native import stream  # noqa: E402
+from deepdraft.kernels.native import (  # noqa: E402
+    attend,
+    boundary,
+    build,
+    fragments,
+    route,
+    stream,
+)
 from deepdraft.models.v41_buffers import RowInputs  # noqa: E402
 from deepdraft.models.v41_step import Lanes  # noqa: E402
 from deepdraft.proof.bench_step import Capture, time_graph  # noqa: E402
 
-FORMS = (
-    "", "held+fenced", "query", "query+held", "query+fenced", "combine+held+fenced",
-    "combine+query+held+fenced", "held", "fenced", "combine+query+held",
-)  # fmt: skip
+ROWS = ((6, 22), (1, 6), (2, 11), (4, 18), (8, 25), (6, 35), (8, 46))
 GRID = ((1, 6), (2, 11), (4, 18), (6, 22), (6, 35), (8, 25))
 CONTEXTS = (120, 16376, 32768)
+DENSE = {
+    (1792, 5120): (stream.FP8_ROWS, 0), (32768, 1280): (stream.FP8_ROWS, 0),
+    (36864, 1280): (stream.FP8_ROWS, 0), (8192, 4096): (stream.BF16_ROWS, 2),
+    (5120, 8192): (stream.FP8_ROWS, 0), (4608, 5120): (stream.FP8_ROWS, 0),
+    (5120, 2304): (stream.FP8_ROWS, 0),
+}  # fmt: skip
+"""A layer's dense products (rows, columns): how their rows lie, what comes out."""
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:
@@ -53,18 +64,50 @@ def bits(t: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.int64) if flat.numel() % 8 == 0 else flat
 
 
-def parted(text: str) -> frozenset[str]:
-    return frozenset(text.split("+")) - {""}
+def wanted() -> list[tuple[str, dict[str, int]]]:
+    """Sources and macros that the step needs."""
+    found: dict[str, tuple[str, dict[str, int]]] = {}
+
+    def add(file: str, made: dict[str, int]) -> None:
+        found[repr((file, sorted(made.items())))] = file, made
+
+    for (rows, cols), (kind, output) in DENSE.items():
+        plan = fragments.dense_stream_plan(rows, cols)
+        assert plan is not None
+        add("stream.cu", stream.macros(kind, plan, output))
+    for kind, rows, cols in ((stream.UP, 4608, 5120), (stream.DOWN, 5120, 2304)):
+        plan = fragments.expert_stream_plan(rows, cols)
+        assert plan is not None
+        add("stream.cu", stream.macros(kind, plan, 0))
+    add("attend.cu", attend.macros(32, attend.HEADS))
+    for chunks in (2, 3, 10):
+        add("combine.cu", attend.combine_macros(32, chunks, min(chunks, 2)))
+    for picks in (0, 6):
+        add("boundary.cu", boundary.macros(4, picks))
+    add("route.cu", route.macros(384, 6))
+    return list(found.values())
 
 
-class Stress(trials_gpu.Tried):
-    """Steps captured twice: as they are used, and without programmatic launch."""
+def prebuild(found: list[tuple[str, dict[str, int]]]) -> None:
+    """Compile all of it side by side; the step finds it in the cache."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda v: build.cubin(*v, "sm_90a"), found))
+
+
+class Stress:
+    """Steps captured twice: as they are used, and one launch behind the other."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from step_published import Published
+
+        self.p = Published(args)
+        runtime.use_programmatic_launch(True)
 
     def at(self, rows: int, experts: int | None, context: int) -> None:
         """Rows after `context` tokens, always the same ones."""
         bench = self.p.bench
         longest, bench.context = bench.context, context
-        bench.rng = trials_gpu.np.random.default_rng(5)
+        bench.rng = np.random.default_rng(5)
         bench.set_rows(rows, experts)
         bench.context = longest
 
@@ -111,12 +154,11 @@ class Stress(trials_gpu.Tried):
         }  # fmt: skip
 
     def case(
-        self, names: frozenset[str], rows: int, experts: int | None, context: int, replays: int,
+        self, rows: int, experts: int | None, context: int, replays: int,
         *, timed: bool = False, lanes: bool = True, plain: int = 20,
     ) -> dict:  # fmt: skip
         """One step, replayed so often, and `plain` times without programmatic launch: what differs
         from launches one behind the other, in one lane."""
-        self.use(names)
         self.at(rows, experts, context)
         first = self.captured(programmatic=False, lanes=False)
         first.graph.replay()
@@ -127,7 +169,10 @@ class Stress(trials_gpu.Tried):
         found: dict[str, object] = {"plain_differ": 0}
         if lanes and plain:
             usual = self.counted(self.captured(programmatic=False), logits, kept, plain)
-            found = {"plain_differ": max(usual["logits_differ"], usual["state_differs"])}
+            found = {
+                "plain_differ": max(usual["logits_differ"], usual["state_differs"]),
+                "plain": plain,
+            }
             found |= {"plain_parts": usual["parts"]} if usual["parts"] else {}
         step = self.captured(programmatic=True, lanes=lanes)
         found |= self.counted(step, logits, kept, replays)
@@ -139,9 +184,8 @@ class Stress(trials_gpu.Tried):
             found["ms"] = round(time_graph(step.graph.replay, replays=10).median, 4)
         return found
 
-    def where(self, names: frozenset[str], most: int, seconds: float) -> dict:
+    def where(self, most: int, seconds: float) -> dict:
         """The first results that differ, of each replay with other logits."""
-        self.use(names)
         self.at(6, 22, 32768)
         step = self.p.bench.step
         seen: dict[str, torch.Tensor] = {}
@@ -212,59 +256,34 @@ def clean(found: object) -> bool:
     return isinstance(found, dict) and all(found.get(n) == 0 for n in counts)
 
 
-def fastest(forms: dict[str, object]) -> str | None:
-    """Of the forms without any difference the one whose step is shortest."""
-    good = {n: f["ms"] for n, f in forms.items() if clean(f) and isinstance(f, dict) and "ms" in f}
-    return min(good, key=lambda n: good[n]) if good else None
-
-
-def choose(stress: Stress, results: Results, args: argparse.Namespace) -> str | None:
-    """Every form; where other bits were seen, whether side lanes and which result they start at."""
-    forms: dict[str, object] = {}
-    of = partial(stress.case, rows=6, experts=22, context=args.context, replays=args.replays)
-    for form in args.forms.split(","):
-        run = partial(of, parted(form), timed=True)
-        forms[form] = results.stage(f"form {form or 'usual'}", run, needs=12)
-    dirty = [f for f, found in forms.items() if not clean(found)]
-    for form in dirty[:3] if "where" in args.parts else ():
-        run = partial(stress.where, parted(form), args.replays, 6.0)
-        results.stage(f"where {form or 'usual'}", run, needs=45)
-    for form in dirty[:1]:
-        run = partial(of, parted(form), lanes=False)
-        results.stage(f"form {form or 'usual'}, one lane", run, needs=60)
-    kept = fastest(forms)
-    results.data["kept"] = kept
-    print(f"-- kept: {kept!r}", flush=True)
-    return kept
-
-
-def confirm(stress: Stress, results: Results, args: argparse.Namespace, kept: str) -> None:
-    """One form at other rows, experts and contexts, its rows alone, and its times."""
-    stress.use(parted(kept))
+def run(stress: Stress, results: Results, args: argparse.Namespace) -> None:
+    """All parts."""
+    if "step" in args.parts:
+        of = partial(stress.case, 6, 22, args.context)
+        steady = partial(of, args.replays, plain=args.replays, timed=True)
+        if not clean(results.stage("step", steady)):
+            results.stage("step in one lane", partial(of, args.replays, lanes=False), needs=20)
+            results.stage("where", partial(stress.where, args.replays, 8.0), needs=20)
     if "alone" in args.parts:
         for context in (120, 32768):
-            results.stage(f"alone at {context}", partial(stress.alone, context, 20), needs=15)
-        run = partial(stress.case, parted(kept), 6, 22, args.context, 10, plain=args.replays)
-        results.stage("without programmatic launch", run, needs=10)
+            results.stage(f"alone at {context}", partial(stress.alone, context, 20))
     if "whole" in args.parts:
-        for rows, experts in trials_gpu.ROWS:
-            run = partial(stress.p.whole, rows, experts)
-            results.stage(f"whole rows {rows} experts {experts}", run)
+        for rows, experts in ROWS:
+            whole = partial(stress.p.whole, rows, experts)
+            results.stage(f"whole rows {rows} experts {experts}", whole)
         results.stage("profile", partial(stress.p.profile, 6, 22))
     if "grid" in args.parts:
         for rows, experts in GRID:
             for context in CONTEXTS:
-                run = partial(stress.case, parted(kept), rows, experts, context, args.replays // 4)
-                results.stage(f"grid rows {rows} experts {experts} at {context}", run, needs=8)
+                case = partial(stress.case, rows, experts, context, args.replays // 4)
+                results.stage(f"grid rows {rows} experts {experts} at {context}", case)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=190)
-    parser.add_argument("--parts", default="forms,where,grid,alone,whole")
-    parser.add_argument("--forms", default=",".join(FORMS))
-    parser.add_argument("--kept", default="", help="without part forms: the form to look at")
+    parser.add_argument("--parts", default="step,alone,whole,grid")
     parser.add_argument("--replays", type=int, default=400)
     parser.add_argument("--layers", type=int, default=40)
     parser.add_argument("--pool", type=int, default=96)
@@ -273,26 +292,20 @@ def main() -> None:
     os.environ[stream.SETTING] = "all"
     results = Results(args.json, args.seconds)
     results.data["device"] = torch.cuda.get_device_name()
-    wanted = trials_gpu.wanted()
-    more = ({"GIVE": 1}, {"GIVE": 2}, {"GIVE": 3}, {"GIVE": 2, "VOTED": 1})
-    wanted += [(file, made | other) for other in more for file, made in wanted]
-    built = threading.Thread(target=trials_gpu.prebuild, args=(wanted,))
+    built = threading.Thread(target=prebuild, args=(wanted(),))
     built.start()
     made: list[Stress] = []
     results.stage("load", lambda: made.append(Stress(args)) or made[0].p.loaded())
     if not made:
         raise SystemExit("no weights")
-    stress = made[0]
-    stress.use(frozenset())
-    results.stage("compile", stress.p.compile)
+    results.stage("compile", made[0].p.compile)
     built.join()
-    kept = choose(stress, results, args) if "forms" in args.parts else args.kept
-    if kept is None:
-        raise SystemExit("no form gives the same bits every time")
-    confirm(stress, results, args, kept)
+    run(made[0], results, args)
     cases = [f for f in results.data.values() if isinstance(f, dict) and "logits_differ" in f]
-    results.data["replays"] = sum(f["replays"] for f in cases)
+    results.data["replays"] = sum(f["replays"] + f.get("plain", 0) for f in cases)
+    results.data["clean"] = all(map(clean, cases))
     results.save()
+    print(f"-- {results.data['replays']} replays, clean: {results.data['clean']}", flush=True)
 
 
 if __name__ == "__main__":

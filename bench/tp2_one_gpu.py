@@ -1,6 +1,6 @@
 """Both ranks of a step of two at once on one GPU: do late ranks, or many replays, change a bit?
 
-    python bench/tp2_one_gpu.py --json FILE [--seconds 100] [--forms usual,voted] [--replays 100]
+    python bench/tp2_one_gpu.py --json FILE [--seconds 100] [--replays 100]
 
 Two ranks in one process, each with its part of the weights, its caches and a stream, exchange by
 mailboxes in the same memory while both run. Truth: the ranks in turn, launch by launch. Then each
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 import time
@@ -22,6 +23,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # no queue of one rank behind another's
+
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import tp2_step_gpu as two  # noqa: E402
@@ -29,7 +32,6 @@ from torch import Tensor  # noqa: E402
 
 from deepdraft.engine.dummy import dummy_args  # noqa: E402
 from deepdraft.kernels import runtime  # noqa: E402
-from deepdraft.kernels.native import trials  # noqa: E402
 from deepdraft.kernels.one_shot import OneShot  # noqa: E402
 from deepdraft.models.v41_joins import RankJoins  # noqa: E402
 from deepdraft.parallel.group import run_in_turn  # noqa: E402
@@ -37,6 +39,8 @@ from deepdraft.parallel.group import run_in_turn  # noqa: E402
 DEVICE, SIZE = "cuda", 2
 CASES = ((8, 25), (6, 35), (4, 18), (6, 22))
 CYCLES_PER_US = 1500
+SPINS = 3_000_000
+"""Polls before a rank is given up, about a second."""
 
 
 @dataclass(slots=True)
@@ -63,7 +67,7 @@ def sides(args: argparse.Namespace) -> list[Side]:
     ]
     found = []
     for rank in range(SIZE):
-        exchange = OneShot(rank, [b.data_ptr() for b in boxes], boxes[rank])
+        exchange = OneShot(rank, [b.data_ptr() for b in boxes], boxes[rank], limit=SPINS)
         bench = two.RankBench(
             shape, rank, SIZE, lambda own, one=exchange: RankJoins(one, own), drafter=False
         )
@@ -177,7 +181,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=100)
-    parser.add_argument("--forms", default="usual,voted")
     parser.add_argument("--replays", type=int, default=100)
     parser.add_argument("--cases", type=int, default=len(CASES))
     parser.add_argument("--layers", type=int, default=40)
@@ -194,35 +197,31 @@ def main() -> None:
 
     both = sides(args)
     note("loaded", round(sum(s.bench.weights.nbytes for s in both) / 1e9, 1))
-    for form in args.forms.split(","):
-        with trials.using(*(n for n in form.split("+") if n != "usual")):
-            for rows, experts in CASES[: args.cases]:
-                if time.perf_counter() - begin > args.seconds - 12:
+    for rows, experts in CASES[: args.cases]:
+        if time.perf_counter() - begin > args.seconds - 12:
+            continue
+        set_rows(both, rows, experts)
+        want = in_turn(both, rows)
+        again = in_turn(both, rows)
+        kept = [[part.clone() for part in side.state] for side in both]
+        warm(both, 8)
+        name = f"rows {rows} experts {experts}"
+        finite = all(bool(torch.isfinite(w).all()) for w in want)
+        note(
+            f"{name}, in turn",
+            {
+                "ranks equal": torch.equal(*want),
+                "twice": [torch.equal(a, b) for a, b in zip(want, again, strict=True)],
+                "finite": finite,
+            },
+        )
+        for programmatic in (False, True):
+            for late in (None, 0, 1):
+                if time.perf_counter() - begin > args.seconds - 6:
                     continue
-                set_rows(both, rows, experts)
-                want = in_turn(both, rows)
-                again = in_turn(both, rows)
-                kept = [[part.clone() for part in side.state] for side in both]
-                warm(both, 8)
-                name = f"{form}, rows {rows} experts {experts}"
-                finite = all(bool(torch.isfinite(w).all()) for w in want)
-                note(
-                    f"{name}, in turn",
-                    {
-                        "ranks equal": torch.equal(*want),
-                        "twice": [torch.equal(a, b) for a, b in zip(want, again, strict=True)],
-                        "finite": finite,
-                    },
-                )
-                for programmatic in (False, True):
-                    for late in (None, 0, 1):
-                        if time.perf_counter() - begin > args.seconds - 6:
-                            continue
-                        found = replayed(
-                            both, want, kept, args, rows, programmatic=programmatic, late=late
-                        )
-                        way = "programmatic" if programmatic else "plain"
-                        note(f"{name}, {way}, late {late}", found)
+                found = replayed(both, want, kept, args, rows, programmatic=programmatic, late=late)
+                way = "programmatic" if programmatic else "plain"
+                note(f"{name}, {way}, late {late}", found)
     note("seconds", round(time.perf_counter() - begin, 1))
 
 

@@ -16,8 +16,7 @@ from deepdraft.kernels.cache import ENTRY_WARPS, record_bytes, write_entry
 from deepdraft.kernels.gemv import QuantRows
 from deepdraft.kernels.layout import GROUP
 from deepdraft.kernels.mhc import norm_row
-from deepdraft.kernels.native import trials
-from deepdraft.kernels.runtime import ROW_TILE, check, launch, next_power, wait_for_inputs
+from deepdraft.kernels.runtime import ROW_TILE, check, launch, next_power
 
 _MOST_CHANNELS = 2048
 """Channels of a query latent that ENTRY_WARPS warps norm as `mhc.norm_rows` does."""
@@ -28,14 +27,12 @@ def latent_kernel(
     x_ptr, q_norm_ptr, codes_ptr, scales_ptr, kv_norm_ptr, cos_ptr, sin_ptr, dest_ptr,
     cache_ptr, Q, C, PAIRS, X_STRIDE, RECORD, R, NORM_EPS,
     QGP: tl.constexpr, CGP: tl.constexpr, HALF: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL and EARLY:
+    if PDL:
         # The query map may start at once: it reads nothing but weights before it waits.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    else:
-        wait_for_inputs(PDL)
     row = tl.program_id(0)
     if tl.program_id(1) == 0:
         norm_row(
@@ -81,6 +78,6 @@ def split_latents(
         x, q_norm, codes, scales, kv_norm, cos, sin, dest, window,
         width, channels, cos.shape[1], stride, window.shape[1], rows, norm_eps,
         QGP=next_power(width // GROUP), CGP=next_power(channels // GROUP), HALF=GROUP // 2,
-        EARLY=not trials.on("ordered"), num_warps=ENTRY_WARPS,
+        num_warps=ENTRY_WARPS,
     )  # fmt: skip
     return QuantRows(codes, scales)

@@ -214,10 +214,9 @@ def test_bulk_copies_and_every_lane_arriving_give_the_same_bits():
         run_experts(x, picks, weights, *streamed_experts(parts, 1, bulk)) for bulk in (0, 1)
     )
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(usual, bulk, strict=True))
-    for name in ("lanes", "voted,held,fenced"):
-        with trials.using(*name.split(",")):
-            other = run_experts(x, picks, weights, *streamed_experts(parts, 1, 1))
-        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(usual, other, strict=True)), name
+    with trials.using("lanes"):
+        lanes = run_experts(x, picks, weights, *streamed_experts(parts, 1, 1))
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(usual, lanes, strict=True))
     values, scales = dense_weight(96, 1536)
     plan = fragments.dense_stream_plan(96, 1536)
     rows = gemv.quantize_rows(rows_of(8, 1536, seed=2))

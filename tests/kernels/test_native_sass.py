@@ -45,6 +45,7 @@ def test_arrivals_that_wait_are_not(script):
     for lines in (
         [*LOADS, (ARRIVAL, 7, 0, 1)],
         [*LOADS, ("LOP3.LUT R1, R36, R32", 7, 0, 1), (ARRIVAL, 7)],
+        [*LOADS, ("FENCE.VIEW.ASYNC.S", 7), (ARRIVAL, 7)],
         [*LOADS, ("EXIT", 7), (ARRIVAL, 7)],
         [("@!PT LDS RZ, [RZ]", 0), (ARRIVAL, 7)],
     ):

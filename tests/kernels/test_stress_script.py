@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from deepdraft.kernels.native import trials
-
 BENCH = Path(__file__).parents[2] / "bench"
 
 
@@ -18,10 +16,8 @@ def script(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCH))
     import stress_gpu
 
-    with trials.using():
-        yield stress_gpu
-    for name in ("stress_gpu", "trials_gpu"):
-        sys.modules.pop(name, None)
+    yield stress_gpu
+    sys.modules.pop("stress_gpu", None)
 
 
 class Bench:
@@ -68,31 +64,29 @@ def stressed(script, monkeypatch, programmatic):
         runtime, "use_programmatic_launch", lambda on: setattr(runtime, "_programmatic", on)
     )
     found = script.Stress.__new__(script.Stress)
-    found.p, found.plans = SimpleNamespace(bench=Bench(programmatic)), frozenset()
+    found.p = SimpleNamespace(bench=Bench(programmatic))
     return found
 
 
 def test_replays_with_other_bits_are_counted(script, monkeypatch):
     bad = [(), [(2, 0), (5, 0)], (), [(5, 7)], ()]
-    found = stressed(script, monkeypatch, bad).case(frozenset(), 6, 22, 120, 5)
+    found = stressed(script, monkeypatch, bad).case(6, 22, 120, 5)
     assert found["replays"] == 5 and found["logits_differ"] == 2 and found["state_differs"] == 1
     assert found["by_row"] == [0, 0, 1, 0, 0, 2] and found["plain_differ"] == 0
     assert not script.clean(found)
     # A row that only fills the tile may hold anything.
     same = stressed(script, monkeypatch, [[(7, 0)]] * 3)
-    assert script.clean(same.case(frozenset(), 6, 22, 120, 3))
+    assert script.clean(same.case(6, 22, 120, 3))
     assert same.p.bench.contexts == [120] and same.p.bench.context == 32768
 
 
-def test_the_fastest_clean_form_is_kept(script):
-    clean = dict.fromkeys(
-        ("logits_differ", "state_differs", "plain_differ", "one_by_one_differ"), 0
-    )
-    forms = {"": clean | {"ms": 9.0}, "a": clean | {"ms": 8.0}, "b": clean | {"ms": 7.0}}
-    assert script.fastest(forms) == "b"
-    forms["b"] = forms["b"] | {"state_differs": 1}
-    assert script.fastest(forms | {"c": None, "d": {"failed": "x"}}) == "a"
-    assert script.fastest({"b": forms["b"]}) is None
-    assert script.parted("") == frozenset() and script.parted("a+b") == {"a", "b"}
-    for form in script.FORMS:
-        assert script.parted(form) <= trials.NAMES.keys()
+def test_what_is_clean(script):
+    none = dict.fromkeys(("logits_differ", "state_differs", "plain_differ", "one_by_one_differ"), 0)
+    assert script.clean(none) and script.clean(none | {"replays": 5, "ms": 1.0})
+    assert not any(script.clean(none | {name: 1}) for name in none)
+    assert not script.clean({"failed": "x"}) and not script.clean(None)
+
+
+def test_every_kernel_of_the_step_is_built_before(script):
+    files = {file for file, made in script.wanted() if made["SHARED_BYTES"] <= 227 * 1024}
+    assert files == {"stream.cu", "attend.cu", "combine.cu", "boundary.cu", "route.cu"}

@@ -265,9 +265,8 @@ attend_kernel(const __grid_constant__ Params p) {
     int* address = (int*)(scores + BH * S_ROW);
     int chunk = blockIdx.x % p.chunks, head = blockIdx.x / p.chunks * BH, row = blockIdx.y;
     bool window = chunk < p.window_chunks;
-    if (!ORDERED) launch_dependents();   // what follows may start to wait
+    launch_dependents();   // what follows may start to wait
     dependency_wait();
-    if (ORDERED) launch_dependents();
     if (threadIdx.x < KEYS) {
         int place = (window ? chunk : chunk - p.window_chunks) * KEYS + threadIdx.x;
         int places = window ? p.window_places : p.main_places;

@@ -11,7 +11,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from deepdraft.kernels.native import build, stages, trials
+from deepdraft.kernels.native import build, stages
 from deepdraft.kernels.runtime import programmatic_launch
 
 CHANNELS = 512
@@ -109,7 +109,7 @@ def combine(
 ) -> bool:  # fmt: skip
     """Fills out bfloat16 [R, H, C] from the chunks, turned back. False: too many of them here."""
     rows, count, heads, _ = part.shape
-    if count > _MOST_CHUNKS or not trials.on("combine"):
+    if count > _MOST_CHUNKS:
         return False
     params = _Combine(
         part=part.data_ptr(), top=top.data_ptr(), total=total.data_ptr(), sink=sink.data_ptr(),

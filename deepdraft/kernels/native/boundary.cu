@@ -54,9 +54,8 @@ extern "C" __global__ void CLUSTER boundary_kernel(const __grid_constant__ Param
 #endif
     float4 norm = {};
     if (inside) norm = *(const float4*)(p.norm + d);
-    if (!ORDERED) launch_dependents();   // what follows may start to wait
+    launch_dependents();   // what follows may start to wait
     dependency_wait();
-    if (ORDERED) launch_dependents();
 
     // Everything is asked for before anything is used.
     constexpr int PARTS = K > 0 ? K + 1 : 1;

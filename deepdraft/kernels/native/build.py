@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 
-from deepdraft.kernels.native import trials
 from deepdraft.telemetry import logger
 
 SOURCES = Path(__file__).parent
@@ -190,8 +189,7 @@ class Kernel:
         cls, device: torch.device, file: str, name: str, macros: Mapping[str, int], *, threads: int
     ) -> "Kernel":
         """As `load`, once for each set of macros."""
-        more = {n.upper(): 1 for n in ("ordered", "fresh") if trials.on(n)}
-        return _kept(device, file, name, tuple(sorted({**macros, **more}.items())), threads)
+        return _kept(device, file, name, tuple(sorted(macros.items())), threads)
 
     def launch(
         self, grid: tuple[int, int], params: ctypes.Structure, *, programmatic: bool

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from deepdraft.kernels.layout import GROUP, _arrivals, _checked_scales, _even
-from deepdraft.kernels.native import trials
 from deepdraft.kernels.native.plans import MEASURED
 
 UNIT = 32
@@ -76,8 +75,6 @@ def stream_plans(kind: str, groups: int) -> Iterator[StreamPlan]:
 def dense_stream_plan(rows: int, cols: int) -> StreamPlan | None:
     """Plan of a dense FP8 matrix: the one whose blocks have the most even work."""
     if (found := MEASURED.get(("dense", rows, cols))) is not None:
-        if trials.on("query") and cols == 1280 and rows in (32768, 36864):
-            return StreamPlan(5, 1, 8, 1, 1, 5, 0, 1)
         return StreamPlan(*found) if found else None
 
     def cost(plan: StreamPlan) -> float:

@@ -6,20 +6,6 @@ typedef unsigned short u16;
 typedef unsigned char u8;
 typedef unsigned long long u64;
 
-// ORDERED: a kernel lets the next one start when its own inputs are there, so no more than two of a
-// chain run at once; without it some let it start at once (trial `ordered`).
-#ifndef ORDERED
-#define ORDERED 0
-#endif
-// FRESH: nothing that the L1 cache holds from before the wait is read after it (trial `fresh`).
-#ifndef FRESH
-#define FRESH 0
-#endif
-// VOTED: a warp leaves a wait as a whole, by a vote of its lanes (trial `voted`).
-#ifndef VOTED
-#define VOTED 0
-#endif
-
 #ifndef EMULATED
 extern __shared__ __align__(128) u8 raw[];
 
@@ -86,12 +72,6 @@ __device__ __forceinline__ void barrier_wait(u32 at, u32 phase) {
         "again: mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n"
         "@!p bra again; }" ::"r"(at), "r"(phase) : "memory");
 }
-__device__ __forceinline__ bool barrier_passed(u32 at, u32 phase) {
-    u32 v;
-    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                 : "=r"(v) : "r"(at), "r"(phase) : "memory");
-    return v;
-}
 __device__ __forceinline__ void barrier_expect(u32 at, u32 bytes) {
     asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }" ::"r"(at), "r"(bytes) : "memory");
 }
@@ -102,10 +82,10 @@ __device__ __forceinline__ void copy_bulk(u32 to, const u8* from, u32 bytes, u32
 __device__ __forceinline__ void barriers_made() {
     asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
 }
+// What this thread has read of shared memory has come before any bulk copy made after this.
 __device__ __forceinline__ void reads_done() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void dependency_wait() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    if (FRESH) asm volatile("fence.acq_rel.gpu;" ::: "memory");
 }
 __device__ __forceinline__ void launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -191,14 +171,3 @@ __device__ __forceinline__ float divide(float a, float b) {
 #endif
 
 __device__ __forceinline__ float bf16_value(u32 bits) { return __uint_as_float(bits << 16); }
-
-// All lanes of a warp wait. One by one they could see a phase's end apart: the compiler keeps a warp
-// together by nothing but the promise of the aligned instructions that follow (mma.sync), so lane 0 would
-// say that a place is free while others still read it.
-__device__ __forceinline__ void barrier_wait_warp(u32 at, u32 phase) {
-#if VOTED
-    while (!__all_sync(~0u, barrier_passed(at, phase))) {}
-#else
-    barrier_wait(at, phase);
-#endif
-}

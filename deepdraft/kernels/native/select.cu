@@ -200,9 +200,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) select_kernel(const __grid
     s.sums = (int*)(s.few + THREADS);
     s.found = (u32*)(s.sums + WARPS);
     const int row = blockIdx.y, t = threadIdx.x, warp = t / 32, lane = t % 32;
-    if (!ORDERED) launch_dependents();   // what follows may start to wait
+    launch_dependents();   // what follows may start to wait
     dependency_wait();
-    if (ORDERED) launch_dependents();
     const int reach = p.reach[row], base = p.base[row];
     const int length = min(p.capacity, (p.length[row] * p.mul + p.div - 1) / p.div);
     int* entries = p.entries + (long long)row * p.picks;

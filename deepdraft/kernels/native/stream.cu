@@ -21,8 +21,6 @@
 //   FOLD   experts: scales of rows go into the rows' halves, relative to the largest of a warp's
 //   OUT    dense: 0 bf16, 1 float32, 2 bf16 values quantised to FP8 in groups of 32
 //   BULK   defined or not: how weights are copied (the same bits)
-//   GIVE   before a place of the ring is given back: 1 a fence between the proxies, 2 wait for what was
-//          read, 3 both (the same bits)
 //   EVERY_LANE  every lane arrives at the barriers of the sums, as racecheck follows it (the same bits)
 //   SHARED_BYTES  of dynamic shared memory
 //
@@ -30,9 +28,6 @@
 
 #include "machine.cuh"
 
-#ifndef GIVE
-#define GIVE 0
-#endif
 #ifndef EVERY_LANE
 #define EVERY_LANE 0
 #endif
@@ -76,7 +71,6 @@ struct Params {
     int picks, places;
     float limit;
     int early;               // launched programmatically: rings are filled before the rows are there
-    u32 zero;                // 0, which the compiler does not know
 };
 
 #include "stream_groups.cuh"
@@ -251,7 +245,7 @@ stream_kernel(const __grid_constant__ Params p) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, row_tile = blockIdx.y;
     const int sets = (p.units + WM - 1) / WM;
     const int wk = warp % WK, wm = warp / WK, g = lane >> 2, t = lane & 3;
-    if (!FP4 && !ORDERED) launch_dependents();
+    if (!FP4) launch_dependents();
     RawRows raw_rows = {};
     if (UP && warp < WARPS) {   // beside the list, not behind the weights
         dependency_wait();
@@ -308,13 +302,13 @@ stream_kernel(const __grid_constant__ Params p) {
     if (WK > 1 && warp == WARPS) {  // adds the warps' sums
 #endif
         dependency_wait();
-        if (FP4 || ORDERED) launch_dependents();
+        if (FP4) launch_dependents();
         Picks picks;
         int held = -1;
         for (int task = first_task; task < end_task; task++, k.next(sets)) {
             const int turn = task - first_task, slot = turn & 1;
             if (held != k.outer) picks = load_picks(p, row_tile, k.outer, lane & 3), held = k.outer;
-            barrier_wait_warp(shared_address(&sh.full[slot]), turn >> 1 & 1);
+            barrier_wait(shared_address(&sh.full[slot]), turn >> 1 & 1);
             constexpr int TOGETHER = WM < 2 ? WM : 2;  // more do not fit into registers
 #pragma unroll 1
             for (int first = 0; first < WM; first += TOGETHER) {
@@ -412,7 +406,7 @@ stream_kernel(const __grid_constant__ Params p) {
         if (some) fetch_rows(raw_rows, p, row_tile, own_slot, first_group(k), g, t);
     }
     // Not before the list is there: the down product reads it before it waits.
-    if (FP4 || ORDERED) launch_dependents();
+    if (FP4) launch_dependents();
 
     Rows rows;
     Picks picks;
@@ -440,27 +434,16 @@ stream_kernel(const __grid_constant__ Params p) {
     const u32 ready = shared_address(&sh.ready[0]), taken = shared_address(&sh.taken[0]);
     auto read_step = [&](Step& to, int turn, int step) {
         const int at = place_of(turn, step);
-        barrier_wait_warp(ready + 8 * at, lap_of(turn, step) & 1);
+        barrier_wait(ready + 8 * at, lap_of(turn, step) & 1);
         to.load(mine + at * SLOT_BYTES, my_scales + at * SLOT_BYTES);
     };
-    // What was read is in registers before the place is given back: an arrival may overtake loads that are
-    // under way, and the next copy is made by another proxy.
-    auto give_back = [&](int turn, int step, const Step& read) {
-#if GIVE & 1
+    // A place is given back when what was read of it has come: an arrival does not wait for loads under
+    // way, and the copy that follows it is made by another proxy. (Without the fence weights of the next
+    // task were there before those of this one were read, beside kernels that keep the memory busy.)
+    auto give_back = [&](int turn, int step) {
         reads_done();
-#endif
-        u32 seen = 0;
-#if GIVE & 2
-#pragma unroll
-        for (int j = 0; j < ST; j++) {
-            seen |= read.codes[j][0].x;
-            if (FP4) seen |= read.scales[j];
-            else seen |= read.codes[j][FP4 ? 0 : 1].x;
-        }
-        seen &= p.zero;
-#endif
         __syncwarp();
-        barrier_arrive_if(taken + 8 * place_of(turn, step) + seen, lane == 0);
+        barrier_arrive_if(taken + 8 * place_of(turn, step), lane == 0);
     };
 #endif
     for (int task = first_task; task < end_task; task++, k.next(sets)) {
@@ -517,7 +500,7 @@ stream_kernel(const __grid_constant__ Params p) {
                 }
             }
 #ifdef BULK
-            give_back(turn, step, now);
+            give_back(turn, step);
 #endif
         }
 #ifndef BULK
@@ -530,7 +513,7 @@ stream_kernel(const __grid_constant__ Params p) {
             for (int i = 0; i < 8; i++) acc[i / 4][i % 4] *= rows.s[0][i & 1];
         }
         if (WK > 1) {
-            if (turn >= 2) barrier_wait_warp(shared_address(&sh.empty[slot]), (turn >> 1) + 1 & 1);
+            if (turn >= 2) barrier_wait(shared_address(&sh.empty[slot]), (turn >> 1) + 1 & 1);
             sh.part[slot][warp][0][lane] = make_float4(acc[0][0], acc[0][1], acc[0][2], acc[0][3]);
             sh.part[slot][warp][1][lane] = make_float4(acc[1][0], acc[1][1], acc[1][2], acc[1][3]);
             __syncwarp();

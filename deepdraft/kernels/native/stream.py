@@ -40,12 +40,9 @@ class _Params(ctypes.Structure):
         *((n, ctypes.c_int) for n in ("picks", "places")),
         ("limit", ctypes.c_float),
         ("early", ctypes.c_int),
-        ("zero", ctypes.c_uint),
     )
 
 
-_FORMS = {"lanes": "EVERY_LANE", "voted": "VOTED"}
-"""Trials of stream.cu."""
 SETTING = "DEEPDRAFT_NATIVE"
 _CHOICES = {
     "none": (),
@@ -106,9 +103,8 @@ def available(device: torch.device) -> bool:
 def macros(kind: int, plan: StreamPlan, output: int) -> dict[str, int]:
     """Macros of one variant of stream.cu."""
     more = {"BULK": 1} if plan.bulk else {}
-    more |= {macro: 1 for name, macro in _FORMS.items() if trials.on(name)}
-    if give := trials.on("fenced") + 2 * trials.on("held"):
-        more["GIVE"] = give
+    if trials.on("lanes"):
+        more["EVERY_LANE"] = 1
     return {
         **more, "KIND": kind, "NG": plan.groups, "ST": plan.step, "WK": plan.across,
         "WM": plan.down,

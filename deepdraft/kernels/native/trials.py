@@ -14,13 +14,6 @@ from deepdraft.errors import ConfigError
 
 SETTING = "DEEPDRAFT_TRIALS"
 NAMES = {
-    "combine": "attention's chunks are combined in CUDA C++",
-    "query": "the query map with bulk copies (read at load)",
-    "ordered": "no kernel lets the next one start before its own inputs are there",
-    "fresh": "the L1 cache is emptied after every wait for the kernel before",
-    "voted": "a warp leaves a wait for copies or sums as a whole, by a vote of its lanes",
-    "fenced": "a fence between the proxies before a place of a ring is given back",
-    "held": "a place of a ring is given back when what was read of it is in registers",
     "lanes": "every lane arrives at the barriers of sums (racecheck; slower)",
 }
 _chosen: frozenset[str] | None = None

@@ -1,5 +1,6 @@
 // A CUDA block on a CPU, as far as stream.cu uses one: threads are fibers that give way where they
-// wait for each other. Copies of cp.async are carried out no earlier than they are waited for.
+// wait for each other. Copies of cp.async are carried out no earlier than they are waited for. Reads
+// of shared memory may be under way until the reader's `reads_done`: a bulk copy before that is noted.
 #pragma once
 #include <ucontext.h>
 
@@ -47,13 +48,16 @@ inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
 // ---- fibers --------------------------------------------------------------------------------
 
 struct Copy { u32 to; const u8* from; };
+struct Read { u32 at, bytes; };
 struct Fiber {
     ucontext_t context;
     std::vector<u8> stack;
     bool done;
     std::vector<Copy> open;
     std::deque<std::vector<Copy>> groups;
+    std::vector<Read> reads;   // with bulk copies: that may be under way still
 };
+static bool overwritten;       // a copy came before a read was over
 struct Meeting { int arrived, turn; };
 static ucontext_t scheduler;
 static std::vector<Fiber> fibers;
@@ -137,8 +141,16 @@ template <int N> void wait_copies() {
         f.groups.pop_front();
     }
 }
-inline uint4 load_shared16(u32 at) { uint4 v; memcpy(&v, raw + at, 16); return v; }
-inline u32 load_shared4(u32 at) { u32 v; memcpy(&v, raw + at, 4); return v; }
+template <class T> T load_shared(u32 at) {
+    T v;
+    memcpy(&v, raw + at, sizeof v);
+#ifdef BULK
+    fibers[current].reads.push_back({at, sizeof v});
+#endif
+    return v;
+}
+inline uint4 load_shared16(u32 at) { return load_shared<uint4>(at); }
+inline u32 load_shared4(u32 at) { return load_shared<u32>(at); }
 template <class T> T load_here(const T* from) { return *from; }
 struct Barrier { u16 pending, count; u32 phase; };
 inline Barrier& barrier(u32 at) { return *(Barrier*)(raw + at); }
@@ -153,10 +165,12 @@ inline bool barrier_passed(u32 at, u32 phase) { return (barrier(at).phase & 1) !
 inline void barrier_expect(u32 at, u32) { barrier_arrive(at); }
 inline void copy_bulk(u32 to, const u8* from, u32 bytes, u32) {
     if (to % 16 || bytes % 16 || (u64)from % 16) fprintf(stderr, "a copy is not aligned\n"), abort();
+    for (int i = current / threads * threads, end = i + threads; i < end; i++)
+        for (Read r : fibers[i].reads) overwritten |= r.at < to + bytes && to < r.at + r.bytes;
     memcpy(raw + to, from, bytes);
 }
 inline void barriers_made() {}
-inline void reads_done() {}
+inline void reads_done() { fibers[current].reads.clear(); }
 inline void dependency_wait() {}
 inline void launch_dependents() {}
 

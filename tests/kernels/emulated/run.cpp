@@ -1,4 +1,5 @@
-// Runs every block of a launch, or every cluster of CL blocks, one after another.
+// Runs every block of a launch, or every cluster of CL blocks, one after another. Returns 0; 1: threads
+// wait for each other for ever; 2: a copy overwrote what somebody may still have been reading.
 #include "cuda.h"
 #include SOURCE
 
@@ -11,7 +12,7 @@ static void body() {
 }
 
 extern "C" int emulate(const Params* params, int grid, int row_tiles, int count) {
-    given = params, threads = count;
+    given = params, threads = count, overwritten = false;
     gridDim = {grid, row_tiles};
     for (int y = 0; y < row_tiles; y++)
         for (int x = 0; x < grid; x += CL) {
@@ -29,7 +30,7 @@ extern "C" int emulate(const Params* params, int grid, int row_tiles, int count)
                 makecontext(&f.context, body, 0);
             }
             for (int left = CL * count, rounds = 0; left > 0; rounds++) {
-                if (rounds > 1000000) return 1;  // they wait for each other for ever
+                if (rounds > 1000000) return 1;
                 for (current = 0; current < CL * count; current++) {
                     if (fibers[current].done) continue;
                     swapcontext(&scheduler, &fibers[current].context);
@@ -37,5 +38,5 @@ extern "C" int emulate(const Params* params, int grid, int row_tiles, int count)
                 }
             }
         }
-    return 0;
+    return overwritten ? 2 : 0;
 }
