@@ -9,6 +9,7 @@ say which memory may still be written to after it failed (`unsettled`).
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
@@ -32,10 +33,10 @@ AHEAD_BYTES, AHEAD_CHUNKS = 1 << 20, CHUNKS_PER_LINK
 left than there are connections, the next one only when so little of the last is to come: no
 connection holds one that another could bring sooner."""
 PART_BYTES = 512 << 10
-"""A connection's last chunk is handed to the check beside it in such parts, so that little is left
-after the last byte; others whole, for a hand-over takes 0.15 ms of processor time. Without a thread
-beside it every part is checked while it is near (two cores: parts of 0.5 MiB 1.04 of no check at
-all, of 1 MiB 0.85, of 4 MiB 0.75, where the sender waits)."""
+"""Without a thread beside it every such part is checked while it is near (two cores: parts of 0.5
+MiB 1.04 of no check at all, of 1 MiB 0.85, of 4 MiB 0.75, where the sender waits). With one, chunks
+are handed over whole, for a hand-over takes 0.15 ms of processor time and readers wait for one
+another in it; of a connection's last one the end apart, so that little is left to check."""
 
 
 @dataclass(slots=True)
@@ -283,9 +284,11 @@ class TcpTransport:
             if reply != wire.Data(piece.index, len(piece.into)):
                 raise SnapshotError("the peer sent another chunk than was asked for")
             size = len(piece.into)
-            step = size if asked and self.settings.check_beside else PART_BYTES
-            for at in range(0, size, step):
-                part = piece.into[at : at + step]
+            cuts = list(range(0, size, PART_BYTES))
+            if self.settings.check_beside:
+                cuts = [0] if asked or size <= AHEAD_BYTES else [0, size - AHEAD_BYTES]
+            for at, end in itertools.pairwise([*cuts, size]):
+                part = piece.into[at:end]
                 link.fill(part)
                 ahead -= len(part)
                 ask()

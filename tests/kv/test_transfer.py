@@ -6,8 +6,9 @@ import shutil
 import ssl
 import subprocess
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import pytest
@@ -462,7 +463,16 @@ def test_peers_without_our_certificate_are_refused(tmp_path: Path) -> None:
         return made
 
     two = Two()
+    two.fetcher.settings = replace(FAST, connections=3)
     two.exporter.tls = context(ssl.Purpose.CLIENT_AUTH, "ours", "ours")
+    made: list[str | None] = []
+    connect = two.fetcher.connect
+
+    def noted(peer: Peer) -> wire.Link:
+        link = connect(peer)
+        assert isinstance(link.sock, ssl.SSLSocket)
+        made.append(link.sock.version())
+        return link
 
     async def main() -> None:
         peer = Peer("127.0.0.1", two.exporter.start("127.0.0.1"))
@@ -473,7 +483,10 @@ def test_peers_without_our_certificate_are_refused(tmp_path: Path) -> None:
         ):
             two.fetcher.tls = context(ssl.Purpose.SERVER_AUTH, name, trusts)
             two.fetcher._backoff.clear()
-            assert (await two.fetch(peer)).outcome in outcome
+            made.clear()
+            with mock.patch.object(two.fetcher, "connect", noted):
+                assert (await two.fetch(peer)).outcome in outcome
+        assert made == ["TLSv1.3"] * 3
         two.fetcher.tls = None
         assert (await two.fetch(peer)).outcome in ("disconnect", "timeout", "corrupt")
         two.exporter.close()
