@@ -11,6 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepdraft.engine.pace import Pace
+from deepdraft.engine.request import Request
+from deepdraft.engine.scheduler import Limits, Scheduler, StepPlan
 from deepdraft.errors import ConfigError
 from deepdraft.proof.fleet_costs import Costs, costs_of, read_costs
 from deepdraft.proof.fleet_figures import figures
@@ -22,6 +25,7 @@ from deepdraft.proof.fleet_sim import (
     Simulated,
     simulate,
 )
+from deepdraft.types import GenerateRequest
 
 COSTS = Costs(
     request_s=0.01,
@@ -246,6 +250,97 @@ def test_laws(
     assert out.kv_bytes_most <= kv_bytes and 0 <= out.busy_share <= 1 + 1e-9
     again = simulate(trace, costs, shape)
     assert again.turns == out.turns and again.wall_s == out.wall_s
+
+
+class RealScheduler:
+    """The engine's own scheduler in simulated time, one step after the other."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+        self.pace = Pace(1e3 * costs.max_stall_s)
+        limits = Limits(max_queue=1000, max_running=costs.max_running, step_rows=costs.chunk)
+        self.scheduler = Scheduler(limits, pace=self.pace)
+        self.now = 0.0
+        self.tokens: dict[str, int] = {}
+        self.times: dict[str, tuple[float, float]] = {}
+
+    def play(self, trace: list[SimConversation]) -> list[tuple[float, float]]:
+        """First token and end of each request, from its arrival."""
+        coming = sorted(range(len(trace)), key=lambda i: trace[i].at_s)
+        while coming or not self.scheduler.idle:
+            while coming and trace[coming[0]].at_s <= self.now:
+                i = coming.pop(0)
+                [turn] = trace[i].turns
+                source = GenerateRequest(
+                    request_id=str(i), prompt_ids=(0,) * turn.new, max_new_tokens=turn.answer
+                )
+                self.scheduler.add([Request(source, lambda event: None)])
+            self.scheduler.admit()
+            plan = self.scheduler.plan()
+            if plan is None:
+                self.now = trace[coming[0]].at_s
+            else:
+                self._step(plan)
+        return [
+            (first - c.at_s, end - c.at_s)
+            for c, (first, end) in zip(
+                trace, (self.times[str(i)] for i in range(len(trace))), strict=True
+            )
+        ]
+
+    def _step(self, plan: StepPlan) -> None:
+        costs = self.costs
+        parts_s = sum(costs.prefill(c.end) - costs.prefill(c.start) for c in plan.prefill)
+        rows = sum(c.end - c.start for c in plan.prefill)
+        if rows:
+            parts_s += costs.part_s * (1 - min(1.0, rows / costs.chunk))
+            self.pace.observe(rows, 1e3 * parts_s)
+        begun = sum(c.start == 0 for c in plan.prefill)
+        self.now += parts_s + begun * costs.request_s
+        if plan.decode:
+            self.now += costs.round_s(len(plan.decode))
+        for chunk in plan.prefill:
+            chunk.request.num_computed = chunk.end
+            if chunk.request.prefilled:
+                self.times[chunk.request.request_id] = (self.now, self.now)
+                self._token(chunk.request)
+        for request in plan.decode:
+            self._token(request)
+
+    def _token(self, request: Request) -> None:
+        id = request.request_id
+        self.tokens[id] = self.tokens.get(id, 0) + 1
+        if self.tokens[id] == request.source.max_new_tokens:
+            self.times[id] = (self.times[id][0], self.now)
+            self.scheduler.remove(request)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_an_engine_is_what_the_real_scheduler_makes_of_the_same_costs(seed: int) -> None:
+    rng = random.Random(seed)
+    costs = replace(
+        COSTS,
+        prefill_s=((100, 0.05), (1000, 0.9)),
+        decode_s=((1, 0.01), (4, 0.02), (8, 0.05)),
+        chunk=rng.choice((32, 128, 256)),
+        max_running=rng.choice((1, 3, 8)),
+        max_stall_s=rng.choice((0.01, 0.05, 0.2)),
+        part_s=rng.choice((0.0, 0.01)),
+        request_s=rng.choice((0.0, 0.02)),
+    )
+    trace = [
+        chat(rng.uniform(0, 6), (rng.choice((5, 40, 900)) + rng.randrange(30), rng.randint(1, 40)))
+        for _ in range(40)
+    ]
+    out = simulate(trace, costs, FleetShape())
+    simulated = {(t.prompt, t.tokens, round(t.first_s, 9), round(t.end_s, 9)) for t in out.turns}
+    real = RealScheduler(costs).play(trace)
+    for conversation, (first_s, end_s) in zip(trace, real, strict=True):
+        [turn] = conversation.turns
+        own = [s for s in simulated if s[:2] == (turn.new, turn.answer)]
+        assert any(
+            s[2:] == (pytest.approx(first_s, abs=1e-6), pytest.approx(end_s, abs=1e-6)) for s in own
+        ), (conversation, first_s, end_s, own)
 
 
 @pytest.mark.parametrize(
