@@ -44,7 +44,8 @@ def few_picks(plan: ExpertPlan, each: float) -> ExpertPlan:
     lower and narrower, so that one program unpacks while another one multiplies. A tile's sides
     change no bit."""
     tall = min(plan.tall, next_power(int(1.6 * each), 16))
-    return replace(plan, tall=tall, wide=min(plan.wide, 64), warps=min(plan.warps, 4))
+    narrow = replace(plan, tall=tall, wide=min(plan.wide, 64), warps=min(plan.warps, 4))
+    return replace(narrow, stages=plan.stages + 1) if tall <= 32 else narrow
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +148,18 @@ def sorted_down_kernel(
     one, two = pair_products(w_ptr, ws_ptr, base, i0, h_ptr, h_at, mine, G, TILE, BN, BM, P, MASKED)
     pick = tl.load(order_ptr + m, mask=mine, other=0)
     y_at = pick.to(tl.int64)[:, None] * D
-    i = i0 + tl.arange(0, BN)
-    at = y_at + pair_rows(i, 0, TILE)[None, :]
-    tl.store(y_ptr + at, to_bf16_rne(tl.trans(one)), mask=mine[:, None])
-    at = y_at + pair_rows(i, 1, TILE)[None, :]
-    tl.store(y_ptr + at, to_bf16_rne(tl.trans(two)), mask=mine[:, None])
+    if TILE == 0:
+        # Rows of a unit: 4 g + 2 half + j; neighbours are stored together.
+        both = tl.join(tl.trans(to_bf16_rne(one)), tl.trans(to_bf16_rne(two)))
+        both = tl.permute(tl.reshape(both, (BM, BN // 16, 8, 2, 2)), (0, 1, 2, 4, 3))
+        at = y_at + (2 * i0 + tl.arange(0, 2 * BN))[None, :]
+        tl.store(y_ptr + at, tl.reshape(both, (BM, 2 * BN)), mask=mine[:, None])
+    else:
+        i = i0 + tl.arange(0, BN)
+        at = y_at + pair_rows(i, 0, TILE)[None, :]
+        tl.store(y_ptr + at, to_bf16_rne(tl.trans(one)), mask=mine[:, None])
+        at = y_at + pair_rows(i, 1, TILE)[None, :]
+        tl.store(y_ptr + at, to_bf16_rne(tl.trans(two)), mask=mine[:, None])
 
 
 # ---- launches ------------------------------------------------------------------------------

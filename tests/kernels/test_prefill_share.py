@@ -131,7 +131,8 @@ def read(group, text, cuts):
     return held, logits
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=[pytest.mark.full])])
+@pytest.mark.full
+@pytest.mark.parametrize("size", [2, 4])
 def test_ranks_in_turn(size):
     text, cuts = tiny.text(19, seed=4), (5,)
     ((want, logits),) = run_in_turn(1, lambda group: read(group, text, cuts))
