@@ -70,8 +70,8 @@ class Flight:
     """Its client sees tokens as they come."""
     begun: float
     kin: Kin
-    generation: str
-    """Fingerprint of the engines that it is for, or has tokens from."""
+    generation: tuple[str, str]
+    """Of the engines that it is for, or has tokens from."""
     seat: Seat | None = None
     attempt: str = ""
     tokens: list[int] = field(default_factory=list)

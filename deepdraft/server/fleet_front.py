@@ -131,7 +131,7 @@ class FrontService(Service):
         super().__init__(_nothing_to_load, config)
         self.router = router
         self._tokenizer, self._digest = tokenizer, digest
-        self._views: dict[tuple[str, Kin], tuple[RemoteEngine, ModelView]] = {}
+        self._views: dict[tuple[tuple[str, str], Kin], tuple[RemoteEngine, ModelView]] = {}
         self._told: set[str] = set()
         self.label = "front"
         """Of this front in metrics."""
@@ -170,7 +170,7 @@ class FrontService(Service):
         return self._kind(secrets.choice(seats).identity)
 
     def _kind(self, identity: Identity) -> tuple[RemoteEngine, ModelView]:
-        key = (identity.fingerprint, identity.kin)
+        key = (identity.generation, identity.kin)
         if key not in self._views:
             if len(self._views) > 16:
                 self._views.clear()

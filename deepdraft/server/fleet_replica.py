@@ -25,6 +25,7 @@ from deepdraft.server.fleet_config import FleetFile
 from deepdraft.server.fleet_front import tokenizer_digest
 from deepdraft.server.fleet_node import Node
 from deepdraft.server.fleet_registry import Entry, RayRegistry
+from deepdraft.server.fleet_version import code_digest
 from deepdraft.server.fleet_wire import Identity
 from deepdraft.server.service import Service, bundled_checkpoint
 from deepdraft.telemetry import configure_logging, logger
@@ -203,6 +204,7 @@ def identity_of(service: Service, label: str, path: Path) -> Identity:
         label=label,
         incarnation=secrets.token_hex(16),
         version=__version__,
+        code=code_digest(),
         fingerprint=view.fingerprint,
         tokenizer=tokenizer_digest(path),
         names=view.names,

@@ -137,7 +137,7 @@ class Router:
         """Finds an engine for the requests of a job, preferably of the generation of `identity`.
         `opened` is called once: with the engine that has taken them, or with why none does. Then
         `deliver` gets their events."""
-        now, generation = self._clock(), identity.fingerprint
+        now, generation = self._clock(), identity.generation
         flights = [Flight(r, deliver, streamed, now, identity.kin, generation) for r in requests]
         self._flights |= {f.source.request_id: f for f in flights}
         self._open(Opening(flights, opened, fresh=True))
@@ -229,7 +229,7 @@ class Router:
         """Of two engines drawn at random the one with less to do; or the conversation's own."""
         kin, generation, not_these = flights[0].kin, flights[0].generation, set(but)
         every = [s for s in self.ready(kin) if s.identity.incarnation not in not_these]
-        seats = [s for s in every if s.identity.fingerprint == generation]
+        seats = [s for s in every if s.identity.generation == generation]
         if not seats and not any(f.tokens for f in flights):
             seats = every
         if not seats:
@@ -290,7 +290,7 @@ class Router:
     def _accepted(self, opening: Opening, seat: Seat) -> None:
         for flight in opening.flights:
             flight.opening, flight.waits_until = None, 0.0
-            flight.generation = seat.identity.fingerprint
+            flight.generation = seat.identity.generation
         if opening.fresh:
             opening.fresh = False
             opening.opened(None, seat)

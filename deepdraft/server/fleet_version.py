@@ -46,16 +46,22 @@ class Deployed:
             ) from None
 
 
+def code_digest() -> str:
+    """SHA-256 over the program's files, as they lie there now."""
+    total, root = hashlib.sha256(), Path(deepdraft.__file__).parent
+    for file in sorted(root.rglob("*.py")):
+        total.update(file.relative_to(root).as_posix().encode() + b"\0")
+        total.update(hashlib.sha256(file.read_bytes()).digest())
+    return total.hexdigest()
+
+
 def version_of(fleet: FleetFile) -> str:
     """A name that differs where replicas must be replaced: the program, its settings, the model's
     files as far as this machine has them. Not how many replicas there are."""
     plain = {name: getattr(Replicas(), name) for name in _COUNTED}
     same = replace(fleet, replicas=replace(fleet.replicas, **plain), ray=RayConfig())
     total = hashlib.sha256(msgspec.json.encode(same))
-    root = Path(deepdraft.__file__).parent
-    for file in sorted(root.rglob("*.py")):
-        total.update(file.relative_to(root).as_posix().encode() + b"\0")
-        total.update(hashlib.sha256(file.read_bytes()).digest())
+    total.update(bytes.fromhex(code_digest()))
     model = None if fleet.model is None else Path(fleet.model)
     for file in sorted(f for kind in _MODEL_FILES for f in model.glob(kind)) if model else ():
         about = file.stat()

@@ -79,8 +79,10 @@ class Identity(Struct, frozen=True, kw_only=True):
     """Of its process: another one each time it starts."""
     version: str
     """Of deepdraft."""
+    code: str
+    """Digest of its program."""
     fingerprint: str
-    """Changes with anything that can change the answers."""
+    """Changes with weights and settings that can change the answers, and with the version."""
     tokenizer: str
     """Digest of its tokenizer."""
     names: tuple[str, ...]
@@ -94,6 +96,11 @@ class Identity(Struct, frozen=True, kw_only=True):
     defaults: dict[str, float]
     drafts: int
     rule: Rule
+
+    @property
+    def generation(self) -> tuple[str, str]:
+        """The same for engines that surely give the same answers."""
+        return self.fingerprint, self.code
 
     @property
     def kin(self) -> Kin:

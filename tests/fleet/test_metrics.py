@@ -1,5 +1,6 @@
 """Metrics of a fleet: sums that never fall, replicas by label, the text read again."""
 
+import asyncio
 import http.server
 import re
 import threading
@@ -19,11 +20,12 @@ from deepdraft.server.fleet_metrics import (
 )
 from deepdraft.server.fleet_wire import Identity, Load
 from deepdraft.server.metrics import metrics_text
+from tests.fleet.test_front import world_of
 
 
 def seat(label: str, incarnation: str | None = None, **stats: int) -> Seat:
     identity = Identity(
-        label=label, incarnation=incarnation or label, version="1.2", fingerprint="fp",
+        label=label, incarnation=incarnation or label, version="1.2", code="c", fingerprint="fp",
         tokenizer="t", names=("m",), family="v4.1", vocab_size=10, max_tokens=10, eos_token_id=1,
         bos_token_id=None, more_end_ids=(), created=0, defaults={}, drafts=0, rule="coupled",
     )  # fmt: skip
@@ -149,6 +151,39 @@ def test_status_asks_a_front() -> None:
         assert [own["replica"] for own in ask_replicas(url, None)] == ["host-1", "host-2"]
         thread.join()
     assert ask_replicas(url, None) == []  # nobody is there any more
+
+
+def test_a_front_shows_its_engines(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with world_of(tmp_path) as world:
+            for _ in range(6):
+                assert (await world.complete()).status_code == 200
+            wanted = {"deepdraft_requests_finished_total": 6.0}
+
+            async def text() -> str:
+                answer = await world.client.get("/metrics")
+                assert answer.status_code == 200
+                return answer.text
+
+            async with asyncio.timeout(30):
+                # Engines tell their counters when their next beat is due.
+                while samples(await text())["deepdraft_requests_finished_total"] != 6.0:
+                    await asyncio.sleep(0.02)
+            shown = await text()
+            found = values(shown)
+            own = {k: v for k, v in found.items() if "replica_requests_finished_total" in k}
+            assert sum(own.values()) == wanted["deepdraft_requests_finished_total"]
+            assert found['deepdraft_fleet_events_total{what="placed",front="front"}'] == 6
+            assert [r["replica"] for r in read_replicas(shown)] == ["e0", "e1"]
+            assert sum(r["generated_tokens"] for r in read_replicas(shown)) > 6
+            # Times of all of them together.
+            assert samples(shown)["deepdraft_e2e_request_latency_seconds_count"] == 6
+            world.engines[0].die()
+            await world.connected(1)
+            assert samples(await text())["deepdraft_requests_finished_total"] == 6.0
+            assert [r["replica"] for r in read_replicas(await text())] == ["e1"]
+
+    asyncio.run(run())
 
 
 def test_every_name_is_documented() -> None:

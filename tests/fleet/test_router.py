@@ -42,6 +42,7 @@ IDENTITY = Identity(
     label="",
     incarnation="",
     version="1",
+    code="c",
     fingerprint="fp_a",
     tokenizer="t",
     names=("m",),
@@ -589,8 +590,14 @@ def test_another_fingerprint_takes_new_requests_but_no_begun_ones() -> None:
     world.die(old)
     new.read(world.router)
     assert [a.prompt_ids for a in new.asks.values()] == [fresh.requests[0].prompt_ids]
+    changed = FakeEngine("changed")
+    changed.seat.identity = replace_struct(old.seat.identity, code="d")
+    world.router.join(changed.seat)
+    changed.beat(world.router)
     world.pass_time(31.0)
-    assert "no replica" in begun.error()
+    changed.read(world.router)
+    assert begun.requests[0].prompt_ids not in [a.prompt_ids for a in changed.asks.values()]
+    assert "no replica" in begun.error(), "nor does one of another program"
 
 
 def test_usage_steps_and_statistics_of_an_answer_that_moved() -> None:
