@@ -52,7 +52,8 @@ def few_rows(plan: GemmPlan, rows: int, outputs: int) -> GemmPlan:
         plan = replace(plan, wide=64, warps=min(plan.warps, 4))
     while programs() < MULTIPROCESSORS and plan.tall > 32:
         plan = replace(plan, tall=plan.tall // 2)
-    return plan
+    # Small tiles wait for each step more than they work in it.
+    return replace(plan, groups=2 * plan.groups) if plan.tall <= 64 else plan
 
 
 # ---- device helpers ------------------------------------------------------------------------
