@@ -120,6 +120,7 @@ class LocalRegistry:
 
     def __init__(self) -> None:
         self.found: dict[str, Entry] = {}
+        self.leaving: set[str] = set()
         self._secret = secrets.token_bytes(32)
 
     def put(self, entry: Entry) -> None:
@@ -137,3 +138,9 @@ class LocalRegistry:
     def secret(self) -> bytes:
         """Made with the registry."""
         return self._secret
+
+    def asked_to_leave(self, incarnation: str) -> bool:
+        """Whether it is in `leaving`; says so once."""
+        asked = incarnation in self.leaving
+        self.leaving.discard(incarnation)
+        return asked

@@ -34,6 +34,8 @@ _SELFTEST_S = 1800.0
 """A self-test takes seconds; this much only where something is badly wrong."""
 _LONGEST_NAME = 64
 _ANNOUNCE_S = 5.0
+_END_S = 15.0
+"""To leave, beside the time of requests and conversations."""
 _GIVE_BACK_S = 5.0
 """For the last events of requests that go elsewhere."""
 
@@ -137,14 +139,14 @@ class Replica:
                     await asyncio.to_thread(self._registry.put, self.entry)
                 asked = self._registry.asked_to_leave
                 if await asyncio.to_thread(asked, self.entry.incarnation):
-                    self._leaves = asyncio.create_task(self._leave())
+                    self._begin_to_leave()
                     return
 
     async def check_health(self) -> None:
         """Called by Ray Serve every `look_s`. Raises EngineError where the engine is dead or
         hangs, and where it has left because it was asked to: then Ray starts another."""
         if self._leaves is not None:
-            if self._leaves.done():
+            if self._leaves.done() or asyncio.get_running_loop().time() > self._gone_by:
                 raise EngineError("this replica was drained")
             return
         self.node.check()
@@ -162,9 +164,15 @@ class Replica:
 
     async def leave(self) -> None:
         """See `_leave`; once only."""
+        await asyncio.shield(self._begin_to_leave())
+
+    def _begin_to_leave(self) -> asyncio.Task[None]:
         if self._leaves is None:
+            config = self._fleet.config
+            most_s = config.server.drain_s + config.fleet.hand_over_s + _END_S
+            self._gone_by = asyncio.get_running_loop().time() + most_s
             self._leaves = asyncio.create_task(self._leave())
-        await asyncio.shield(self._leaves)
+        return self._leaves
 
     async def _leave(self) -> None:
         """Takes nothing new, finishes what it can within `server.drain_s`, gives the rest to the
