@@ -369,7 +369,10 @@ class Harm:
         os.kill(pid, signal.SIGCONT)
 
     def stop_for_good(self) -> None:
-        os.kill(self.any(), signal.SIGSTOP)
+        """Until Ray finds out and replaces it."""
+        pid = self.any()
+        os.kill(pid, signal.SIGSTOP)
+        self.fleet.child.wait_until(lambda: pid not in replicas_of(self.fleet.name), PATIENCE_S)
 
     def drain(self) -> None:
         health = httpx.get(f"{self.fleet.url}/healthz", timeout=60).json()
