@@ -364,11 +364,11 @@ class FleetConfig:
     nixl: str | None = None
     """The interpreter of an environment with NIXL, whose sidecar brings chunks by RDMA from peers
     that have one too; None: TCP."""
+    hand_over_s: float = 10.0
+    """In which a server that stops gives its conversations to the others; 0: it does not."""
     hurry: float = 1.0
     """Leases, deadlines and back-off are shorter by this factor: for tests."""
 
-    hand_over_s: float = 10.0
-    """Seconds in which a server that stops gives its conversations to the others; 0: it does not."""
     def __post_init__(self) -> None:
         for name in ("directory", "name", "advertise", "files", "nixl"):
             value = getattr(self, name)
@@ -378,10 +378,10 @@ class FleetConfig:
             _require(isinstance(getattr(self, name), str), f"fleet.{name}", "...", "a text")
         choices = get_args(FetchRule)
         _require_number("fleet.hurry", self.hurry, 0.01)
+        _require_number("fleet.hand_over_s", self.hand_over_s, 0)
         _require(self.fetch in choices, "fleet.fetch", self.fetch, "one of " + ", ".join(choices))
         self.address()
 
-        _require_number("fleet.hand_over_s", self.hand_over_s, 0)
     def address(self) -> tuple[str, int]:
         """Host and port of `listen`. Raises ConfigError."""
         host, _, port = self.listen.rpartition(":")
