@@ -3,6 +3,7 @@
 Redis tests start `redis-server` on a Unix socket each; without one they are skipped."""
 
 import asyncio
+import gc
 import socket
 import threading
 import time
@@ -343,6 +344,7 @@ def test_tls_and_a_password(tmp_path: Path) -> None:
             assert ids == () and away > 0
     finally:
         server.stop()
+        gc.collect()  # what the client left open is found here, not in the test that comes next
 
 
 # ---- servers ------------------------------------------------------------------------------------
