@@ -155,7 +155,7 @@ def loaded(results: Results, args, sizes, ceilings, plans, device: str) -> None:
             results.stage(
                 "million",
                 lambda: bench_prefill.prompts(bench, ceilings, (args.tokens,)),
-                needs=1.3 * float(results.data.get("estimate_s", 150)),
+                needs=1.05 * float(results.data.get("estimate_s", 60)),
             )
 
 

@@ -60,27 +60,42 @@ class SortedPicks:
     ends: Tensor
 
 
-def sort_picks(picks: Tensor, experts: int, *, tall: int = PLAN.tall) -> SortedPicks:
-    """picks int32 [R, K], -1 where a row does not count -> the work of the two products. Nothing
-    here waits for the device; T is the most tiles that so many picks can need."""
-    flat = picks.flatten()
-    ranked = torch.where(flat < 0, experts, flat)
-    by_expert, order = torch.sort(ranked, stable=True)
-    number = torch.arange(experts + 1, device=picks.device, dtype=by_expert.dtype)
-    first = torch.searchsorted(by_expert, number)
-    tiles = (first[1:] - first[:-1] + tall - 1) // tall
-    ends = tiles.cumsum(0)
-    count = flat.shape[0] // tall + min(experts, flat.shape[0])
-    tile = torch.arange(count, device=picks.device)
-    expert = torch.searchsorted(ends, tile, right=True)
-    own = expert.clamp(max=experts - 1)
-    start = first[own] + (tile - (ends[own] - tiles[own])) * tall
-    expert = torch.where(expert < experts, expert, -1)
-    table = torch.stack((expert, start, first[own + 1])).int()
-    return SortedPicks(order.int(), table, tall, ends.int())
-
-
 # ---- kernels -------------------------------------------------------------------------------
+
+
+@triton.jit
+def places_below(expert_ptr, e, COUNT, STEPS: tl.constexpr):
+    """How many of the sorted experts of COUNT picks are below e (any shape): int32."""
+    low, high = e * 0, e * 0 + COUNT
+    for _ in tl.static_range(STEPS):
+        middle = (low + high) // 2
+        below = tl.load(expert_ptr + middle, mask=low < high, other=0) < e
+        found = below & (low < high)
+        high = tl.where(found | (low >= high), high, middle)
+        low = tl.where(found, middle + 1, low)
+    return low
+
+
+@triton.jit
+def tile_table_kernel(
+    expert_ptr, tile_ptr, end_ptr, COUNT, E, TILES, TALL,
+    STEPS: tl.constexpr, EP: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """The tiles of sorted picks, by one program."""
+    e = tl.arange(0, EP)
+    first = places_below(expert_ptr, e, COUNT, STEPS)
+    last = places_below(expert_ptr, e + 1, COUNT, STEPS)
+    tiles = tl.where(e < E, (last - first + TALL - 1) // TALL, 0)
+    ends = tl.cumsum(tiles, axis=0)
+    tl.store(end_ptr + e, ends, mask=e < E)
+    for number in range(0, tl.max(tiles, axis=0)):
+        at, mine = tile_ptr + ends - tiles + number, number < tiles
+        tl.store(at, e, mask=mine)
+        tl.store(at + TILES, first + number * TALL, mask=mine)
+        tl.store(at + 2 * TILES, last, mask=mine)
+    for start in range(tl.sum(tiles, axis=0), TILES, N):
+        at = start + tl.arange(0, N)
+        tl.store(tile_ptr + at, tl.full((N,), -1, tl.int32), mask=at < TILES)
 
 
 @triton.jit
@@ -163,6 +178,22 @@ def sorted_down_kernel(
 
 
 # ---- launches ------------------------------------------------------------------------------
+
+
+def sort_picks(picks: Tensor, experts: int, *, tall: int = PLAN.tall) -> SortedPicks:
+    """picks int32 [R, K], -1 where a row does not count -> the work of the two products. Nothing
+    here waits for the device; T is the most tiles that so many picks can need."""
+    device = check(picks)
+    flat = picks.flatten()
+    by_expert, order = torch.sort(torch.where(flat < 0, experts, flat), stable=True)
+    count = flat.shape[0] // tall + min(experts, flat.shape[0])
+    tiles = torch.empty(3, count, dtype=torch.int32, device=device)
+    ends = torch.empty(experts, dtype=torch.int32, device=device)
+    launch(
+        tile_table_kernel, (1,), by_expert, tiles, ends, flat.shape[0], experts, count, tall,
+        STEPS=flat.shape[0].bit_length(), EP=next_power(experts), N=1024, num_warps=8,
+    )  # fmt: skip
+    return SortedPicks(order.int(), tiles, tall, ends)
 
 
 def sorted_up(

@@ -209,3 +209,24 @@ def test_wrong_operands_are_refused():
         sorted_down(quantised(16, 64, seed=1), found, w2, rows=8, plan=plan())
     with pytest.raises(ValueError, match="sorted for tiles"):
         sorted_up(x, found, weights, w13, limit=1.0, plan=ExpertPlan(tall=32))
+
+
+def test_tables_of_tiles_hold_every_pick_once():
+    generator = torch.Generator().manual_seed(0)
+    for rows, each, experts, tall, left_out in (
+        (64, 6, 24, 16, 0.4),
+        (3, 2, 5, 16, 1.0),
+        (90, 6, 8, 64, 0),
+    ):
+        picks = torch.randint(0, experts, (rows, each), generator=generator).int()
+        picks[torch.rand(rows, each, generator=generator) < left_out] = -1
+        found = sort_picks(picks.to(DEVICE), experts, tall=tall)
+        counts = [int((picks == e).sum()) for e in range(experts)]
+        tiles = [-(-n // tall) for n in counts]
+        assert found.ends.tolist() == torch.tensor(tiles).cumsum(0).tolist()
+        table = found.tiles.t().tolist()
+        live, rest = table[: sum(tiles)], table[sum(tiles) :]
+        assert [e for e, *_ in live] == [e for e, n in enumerate(tiles) for _ in range(n)]
+        assert all(e == -1 for e, *_ in rest)
+        held = [i for _, first, last in live for i in range(first, min(first + tall, last))]
+        assert held == list(range(sum(counts)))
