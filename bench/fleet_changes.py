@@ -1,6 +1,6 @@
 """Changes a fleet while it serves, and records how that went:
 
-    python bench/fleet_changes.py [--only grow,shrink,upgrade,broken,drain]
+    python bench/fleet_changes.py [--only grow,in_place,shrink,upgrade,broken,drain]
         [--out bench/results/i-changes.json]
 
 Bundled model, real Ray, real Redis, all on this machine; half of the requests are streams. The
@@ -37,7 +37,7 @@ from tests.fleet.test_live import PASSWORD, REDIS, Fleet, _ready, free_port, mak
 
 PATIENCE_S = 240.0
 CHAT = "/v1/chat/completions"
-STEPS = ("grow", "shrink", "upgrade", "broken", "drain")
+STEPS = ("grow", "in_place", "shrink", "upgrade", "broken", "drain")
 Json = dict[str, Any]
 SETTINGS = """
 [engine]
@@ -259,6 +259,21 @@ class Changes:
             return {"replicas_replaced": len(old), "said": said.splitlines()}
 
         self.step("upgrade", action)
+
+    def in_place(self) -> None:
+        """With two replicas: one leaves before the next one starts."""
+        old = set(replicas_of(self.fleet.name))
+        assert len(old) == 2, "grow first"
+        self.rewrite(self.settings(max_queue=201))
+
+        def action() -> Json:
+            code, said = self.command("upgrade", "--in-place")
+            assert code == 0, said
+            assert not set(replicas_of(self.fleet.name)) & old
+            return {"replicas_replaced": 2, "said": said.splitlines()[1:]}
+
+        # Enough at a time that two are needed all along.
+        self.step("in_place", action, workers=6)
 
     def broken(self) -> None:
         model = self.place / "broken"

@@ -172,12 +172,11 @@ def bound(deployed: Deployed, *, again: bool = False, in_place: bool = False) ->
     """The fleet as Ray Serve runs it: fronts, and the engines that they find for themselves. See
     `deploy`."""
     serve, fleet = _serve(), deployed.fleet
-    change = {
-        "max_surge_percent": 0 if in_place else 1,  # rounded up: one
-        "rolling_update_percentage": 0.01,  # likewise
-    }
+    # Rounded up: one at a time. A front takes no room worth the name.
+    slowly = {"rolling_update_percentage": 0.01, "max_surge_percent": 1}
+    change = {**slowly, "max_surge_percent": 0} if in_place else slowly
     engines = serve.deployment(**options_of(fleet, again=again), **change)(Replica)
-    fronts = serve.deployment(**front_options_of(fleet), **change)(serve.ingress()(Front))
+    fronts = serve.deployment(**front_options_of(fleet), **slowly)(serve.ingress()(Front))
     for made in (engines, fronts):
         # Ray Serve replaces replicas whose version differs, and takes a new one each time where
         # there is none; it has no option for it any more.
