@@ -314,6 +314,7 @@ def main() -> None:
     parser.add_argument("--no-selftest", action="store_true")
     parser.add_argument("--out")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended
     result: Json = {
         "what": "a fleet on Ray that changes under load: bench/fleet_changes.py",
         **provenance(),

@@ -140,6 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     result: Json = {
         "what": "a node is lost: bench/fleet_nodes.py",
