@@ -120,7 +120,10 @@ class Branches:
         state.keep_global(keep)
         logits = self.in_parts(state, more, cuts)
         fresh = self.pool.open()
-        self.read(fresh, trunk.token_ids[:keep], 8 * self.random.randint(1, self.chunk // 8))
+        # Chunks of few rows take long; the shortest parts are the branches' own.
+        least = min(16, self.chunk // 8)
+        size = 8 * self.random.randint(least, self.chunk // 8)
+        self.read(fresh, trunk.token_ids[:keep], size)
         self.prefill.replay(fresh, all_rows=False)
         fresh.keep_global(keep)
         other = self.in_parts(fresh, more, cuts)

@@ -44,8 +44,9 @@ def few_picks(plan: ExpertPlan, each: float) -> ExpertPlan:
     lower and narrower, so that one program unpacks while another one multiplies. A tile's sides
     change no bit."""
     tall = min(plan.tall, next_power(int(1.6 * each), 16))
-    narrow = replace(plan, tall=tall, wide=min(plan.wide, 64), warps=min(plan.warps, 4))
-    return replace(narrow, stages=plan.stages + 1) if tall <= 32 else narrow
+    return replace(
+        plan, tall=tall, wide=min(plan.wide, 64), warps=min(plan.warps, 4), stages=plan.stages + 1
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,8 +52,10 @@ def few_rows(plan: GemmPlan, rows: int, outputs: int) -> GemmPlan:
         plan = replace(plan, wide=64, warps=min(plan.warps, 4))
     while programs() < MULTIPROCESSORS and plan.tall > 32:
         plan = replace(plan, tall=plan.tall // 2)
+    if plan.tall > 64:
+        return plan
     # Small tiles wait for each step more than they work in it.
-    return replace(plan, groups=2 * plan.groups) if plan.tall <= 64 else plan
+    return replace(plan, groups=2 * plan.groups, stages=plan.stages + 1)
 
 
 # ---- device helpers ------------------------------------------------------------------------
