@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hmac
 import logging
+import math
 import secrets
 import ssl
 import time
@@ -231,17 +232,25 @@ class Fetcher:
         now = self.clock()
         return sum(now < until for until in list(self._backoff.values()))
 
-    def connect(self, peer: Peer) -> wire.Link:
-        """A connection to the peer. Raises OSError; ConfigError for a foreign one without TLS."""
+    def connect(self, peer: Peer, *, until: float = math.inf) -> wire.Link:
+        """A connection to the peer, see `wire.Link.until`. Raises OSError; ConfigError for a
+        foreign one without TLS."""
         check_address(peer.host, self.tls)
-        return wire.Link.connect(
-            peer.host,
-            peer.port,
-            self.tls,
-            peer.name,
-            idle_s=self.settings.idle_s,
-            by=self.settings.connect_s,
-        )
+        try:
+            link = wire.Link.connect(
+                peer.host,
+                peer.port,
+                self.tls,
+                peer.name,
+                idle_s=self.settings.idle_s,
+                by=self.settings.connect_s,
+            )
+        except OSError:
+            raise
+        except ValueError as error:  # a name that is none, of whoever wrote it into the directory
+            raise OSError(f"no host and name of a peer: {error}") from None
+        link.until = until
+        return link
 
     def _fetch(
         self,
@@ -252,11 +261,11 @@ class Fetcher:
         trace: str,
     ) -> Fetched:
         nonce = secrets.token_bytes(wire.NONCE_BYTES)
-        began = time.perf_counter()
+        began, until = time.perf_counter(), time.monotonic() + self.settings.deadline_s
         # In another thread, while this one waits for the network.
         tokens = None if token_ids is None else token_array(token_ids)
         ahead = None if tokens is None else self._crew.submit(Ahead, self.cache, tokens)
-        link, further = self.connect(peer), None
+        link, further = self.connect(peer, until=until), None
         try:
             link.send(
                 wire.Open(
@@ -269,7 +278,7 @@ class Fetcher:
                     trace,
                 )
             )
-            further = self._further(peer, tokens)
+            further = self._further(peer, tokens, until)
             opened = link.reply()
             self._note("open", time.perf_counter() - began)
             if isinstance(opened, wire.Refused):
@@ -304,13 +313,13 @@ class Fetcher:
             if further is not None:
                 further.close()
 
-    def _further(self, peer: Peer, tokens: np.ndarray | None) -> _Further:
+    def _further(self, peer: Peer, tokens: np.ndarray | None, until: float) -> _Further:
         """Connections that will be of use if the peer has all of these tokens."""
         count = 0
         if tokens is not None and self.sidecar is None:
             size = self.cache.settings.chunk_blocks * self.cache.layout.block_tokens
             count = min(self.settings.connections, len(tokens) // size // CHUNKS_PER_LINK) - 1
-        return _Further(lambda: self.connect(peer), self._crew, max(0, count))
+        return _Further(lambda: self.connect(peer, until=until), self._crew, max(0, count))
 
     def _transport(self, link: wire.Link, further: _Further, manifest: Manifest) -> Transport:
         """By sidecars where both have one now, else over connections like this one."""

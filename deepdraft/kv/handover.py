@@ -23,6 +23,8 @@ from deepdraft.kv.fetch import Peer
 logger = logging.getLogger(__name__)
 AT_A_TIME = 8
 """Peers that fetch at the same time."""
+GRACE_S = 1.0
+"""After the deadline, for all of them together, to let go."""
 _NOT_ANY_MORE = frozenset(("stale", "miss"))
 """Nobody needs to be offered the conversation again: it has moved on, or is gone."""
 _NOT_THIS_PEER = frozenset(("leaving", "incompatible", "unavailable", "none"))
@@ -76,6 +78,7 @@ class HandOver:
         self._clock, self._began = clock, clock()
         self._until = self._began + deadline_s
         self._changed = threading.Condition()
+        self._links: set[wire.Link] = set()
         self._asked = 0
         """Conversations that a peer was offered and has not answered."""
         self.report = Report(offered=len(self._queue), left=len(self._queue))
@@ -89,7 +92,13 @@ class HandOver:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(max(0.0, self._rest()) + 1.0)
+            thread.join(max(0.0, self._rest()))
+        with self._changed:
+            links = list(self._links)
+        for link in links:  # whoever has not answered yet, or only a part
+            link.abort()
+        for thread in threads:
+            thread.join(max(0.0, self._rest() + GRACE_S))
         self.report.seconds = self._clock() - self._began
         return self.report
 
@@ -116,6 +125,8 @@ class HandOver:
         """All that this peer takes, one after the other."""
         most: float = float("inf")
         link = self._connect(peer)
+        with self._changed:
+            self._links.add(link)
         try:
             while (one := self._next(peer, most)) is not None:
                 answer = ""
@@ -128,6 +139,8 @@ class HandOver:
                 if answer == "full":
                     most = one.num_bytes - 1
         finally:
+            with self._changed:
+                self._links.discard(link)
             link.close()
 
     def _next(self, peer: Peer, most: float) -> Offered | None:

@@ -14,6 +14,7 @@ import secrets
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Generator
 from ipaddress import ip_address
 
@@ -30,6 +31,8 @@ from deepdraft.kv.snapshot import encode_manifest
 from deepdraft.telemetry import Counters, log_event
 
 logger = logging.getLogger(__name__)
+CLOSE_S = 10.0
+"""How long those that are in the middle of something are waited for at the end."""
 
 
 def check_address(host: str, tls: ssl.SSLContext | None) -> None:
@@ -133,8 +136,9 @@ class Exporter:
             links, threads = list(self._links), list(self._threads)
         for link in links:
             link.abort()
+        until = time.monotonic() + CLOSE_S
         for thread in threads:
-            thread.join(10)
+            thread.join(max(0.0, until - time.monotonic()))
 
     def _spawn(self, target: object, *args: object) -> None:
         def run() -> None:
@@ -159,8 +163,9 @@ class Exporter:
                 self.counters.add("accept_failed")
                 continue
             with self._lock:
-                full = len(self._links) >= self.settings.max_connections
-            if full:
+                links, most = len(self._links), self.settings.max_connections
+                shaking_hands = len(self._threads) - 1 - links  # but for this thread
+            if links >= most or shaking_hands >= most:
                 self.counters.add("too_many")
                 sock.close()
             else:
@@ -174,6 +179,7 @@ class Exporter:
                 sock.settimeout(self.settings.idle_s)
                 sock = self.tls.wrap_socket(sock, server_side=True)
             link = wire.Link(sock, self.settings.idle_s)
+            self._end_by(link, self.settings.idle_s)
             with self._lock:
                 self._links.add(link)
             if self._closing:
@@ -183,6 +189,10 @@ class Exporter:
             with self._lock:
                 self._links.discard(link)  # type: ignore[arg-type]
             sock.close()
+
+    def _end_by(self, link: wire.Link, seconds: float) -> None:
+        """A connection that is of no use any more ends, whatever it still sends."""
+        link.until = time.monotonic() + seconds + self.settings.idle_s
 
     def _serve(self, sock: socket.socket, peer: str) -> None:
         lease, token = None, b""
@@ -262,6 +272,7 @@ class Exporter:
             outcome = self.take(request)
             self.counters.add(f"offer_{outcome}")
             link.send(wire.Taken(outcome))
+            self._end_by(link, self.cache.settings.max_lease_s)
             link.limit(self.cache.settings.max_lease_s)
             try:
                 request = link.request()
@@ -290,6 +301,7 @@ class Exporter:
     def _answer_all(self, link: wire.Link, lease: int, *, joined: bool = False) -> bool:
         """Answers until the reader is done. True: the lease has been closed."""
         memory = self.cache.memory
+        self._end_by(link, self.cache.settings.max_lease_s)
         while True:
             link.limit(self.cache.settings.max_lease_s)
             request = link.request()

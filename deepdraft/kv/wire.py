@@ -10,13 +10,15 @@ frame come `length` bytes of a chunk as they are.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import socket
 import ssl
 import struct
+import time
 from collections.abc import Callable, Generator
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -29,6 +31,8 @@ MAX_REQUEST_BYTES = 4096
 TRACE = re.compile(r"[A-Za-z0-9_.:/+=@-]{0,128}")
 """What a trace id may look like: nothing that could write a log line of its own."""
 MAX_REPLY_BYTES = MAX_MANIFEST_BYTES + HEAD_BYTES + 4096
+Word = Annotated[str, msgspec.Meta(pattern=r"\A[a-z_]{1,32}\Z")]
+"""Why, or how something ended: it stands in logs and counters."""
 _MORE = getattr(socket, "MSG_MORE", 0)
 _WAIT_ALL = getattr(socket, "MSG_WAITALL", 0)
 
@@ -106,7 +110,7 @@ class Joined(_Message, frozen=True, tag="joined"):
 class Refused(_Message, frozen=True, tag="refused"):
     """`reason`: miss, stale, incompatible, busy, gone, bad or none (no sidecar)."""
 
-    reason: str
+    reason: Word
 
 
 class Data(_Message, frozen=True, tag="data"):
@@ -134,7 +138,7 @@ class Renewed(_Message, frozen=True, tag="renewed"):
 class Taken(_Message, frozen=True, tag="taken"):
     """What became of an offer: `taken`, or why it was not."""
 
-    outcome: str
+    outcome: Word
 
 
 class Closed(_Message, frozen=True, tag="closed"):
@@ -172,6 +176,11 @@ class Link:
     another thread: whoever waits gets an OSError.
     """
 
+    until: float = math.inf
+    """Of `time.monotonic`. From then on no message and no chunk goes on: a peer that sends a byte
+    now and then, or message after message, never lets a wait run out."""
+    _limit: float = math.inf
+
     def __init__(self, sock: socket.socket, idle_s: float) -> None:
         self.sock, self.idle_s = sock, idle_s
         self._tls = isinstance(sock, ssl.SSLSocket)
@@ -201,6 +210,7 @@ class Link:
 
     def limit(self, seconds: float) -> None:
         """Waits take so long from now on."""
+        self._limit = seconds
         if self._tls:
             self.sock.settimeout(seconds)
             return
@@ -221,17 +231,18 @@ class Link:
 
     def send_bytes(self, data: memoryview, file: int | None = None, offset: int = 0) -> None:
         """A chunk's bytes; straight from `file` at `offset`, where memory is a file's."""
-        if file is None or self._tls:
-            with _timeouts():
-                self.sock.sendall(data)
-            return
         at = 0
         while at < len(data):
             with _timeouts():
-                sent = os.sendfile(self.sock.fileno(), file, offset + at, len(data) - at)
+                if file is None or self._tls:
+                    sent = self.sock.send(data[at:])
+                else:
+                    sent = os.sendfile(self.sock.fileno(), file, offset + at, len(data) - at)
             if not sent:
                 raise Disconnected("the memory file ended early")
             at += sent
+            if at < len(data):
+                self._check_time()
 
     def fill(self, into: memoryview) -> None:
         """Exactly so many bytes. Raises Disconnected where the stream ends before."""
@@ -245,6 +256,8 @@ class Link:
             if not got:
                 raise Disconnected("the peer closed the connection")
             at += got
+            if at < len(into):
+                self._check_time()
 
     def request(self) -> Request:
         """The next request. SnapshotError: not one; OSError: the peer is gone."""
@@ -255,6 +268,7 @@ class Link:
         return self._message(_REPLIES.decode, MAX_REPLY_BYTES)
 
     def _message(self, decode: Callable[[bytes], _MessageT], cap: int) -> _MessageT:
+        self._check_time()
         head = bytearray(4)
         self.fill(memoryview(head))
         size = int.from_bytes(head, "little")
@@ -266,6 +280,13 @@ class Link:
             return decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise SnapshotError(f"a peer sent no valid message: {error}") from None
+
+    def _check_time(self) -> None:
+        left = self.until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the peer took longer than it may in all")
+        if left < self._limit:
+            self.limit(left)
 
     def abort(self) -> None:
         """End the connection at once; the descriptor stays until `close`."""

@@ -1,6 +1,7 @@
 """A tiny model and a cache over it: window 16, so that recomputing 8 layers' windows takes 121
 tokens, blocks of 8 tokens, chunks of 2 blocks."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -81,6 +82,16 @@ def text(seed: int, n: int) -> list[int]:
     """Token ids, the same for a seed."""
     g = torch.Generator().manual_seed(seed)
     return torch.randint(4, 256, (n,), generator=g).tolist()
+
+
+def wait_for(ready: Callable[[], bool]) -> None:
+    """Until that is so."""
+    pause = threading.Event()
+    for _ in range(3000):
+        if ready():
+            return
+        pause.wait(0.01)
+    raise AssertionError("it did not come")
 
 
 class Served:

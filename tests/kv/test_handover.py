@@ -12,7 +12,7 @@ from deepdraft.kv import wire
 from deepdraft.kv.directory import Claim, DirectorySettings, LocalDirectory, Record, RedisDirectory
 from deepdraft.kv.fetch import Peer
 from deepdraft.kv.handover import HandOver, Offered, Report
-from tests.kv.conftest import MakeFleet, text
+from tests.kv.conftest import MakeFleet, text, wait_for
 from tests.kv.test_directory import RealRedis, needs_redis
 from tests.kv.test_fleet import Server, counts
 
@@ -331,15 +331,6 @@ def test_redis_goes_away(how: str, join: MakeFleet, redis: RealRedis) -> None:
     assert b.started in (0, 40)  # computed, or what it has taken
 
 
-def wait_for(ready: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(3000):
-        if ready():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it did not come")
-
-
 # ---- the order of offers -------------------------------------------------------------------
 
 
@@ -363,6 +354,9 @@ class FakeLink:
     def close(self) -> None:
         self.closed = True
 
+    def abort(self) -> None:
+        pass
+
 
 def offers(count: int) -> list[Offered]:
     return [Offered(str(i), "e", i, 100 * (count - i)) for i in range(count)]
@@ -385,6 +379,56 @@ def test_every_conversation_is_offered_to_every_peer_at_most_once() -> None:
     assert len(seen) == len(set(seen))
     assert (report.moved, report.left) == (8, 1)
     assert sum(key == "2" for _, key in seen) == 4
+
+
+@pytest.mark.parametrize("part", [0, 2, 9])
+def test_when_the_time_is_up_nobody_is_waited_for(part: int) -> None:
+    """Each peer sends a part of its answer, so that the wait for a byte does not run out. (Their
+    ends were once waited for one after the other, a second each.)"""
+    answer = bytes(wire.frame(wire.Taken("taken")))[:part]
+    ours: list[socket.socket] = []
+    theirs: list[socket.socket] = []
+
+    class Patient(wire.Link):
+        def limit(self, seconds: float) -> None:
+            pass
+
+    def connect(peer: Peer) -> wire.Link:
+        mine, its = socket.socketpair(socket.AF_UNIX)
+        ours.append(mine)
+        theirs.append(its)
+        link = Patient.__new__(Patient)
+        link.sock, link._tls = mine, False
+        its.sendall(answer)
+        return link
+
+    peers = [Peer("h", i, str(i)) for i in range(8)]
+    over = HandOver(offers(9), peers, connect=connect, fingerprint=b"", deadline_s=0.5)
+    report = over.run()
+    assert (report.moved, report.left) == (0, 9)
+    wait_for(lambda: not over._links)
+    assert [mine.fileno() for mine in ours] == [-1] * 8
+    for its in theirs:
+        its.close()
+
+
+@pytest.mark.parametrize("outcome", ["x\n2026-11-30 ERROR forged", "taken\n", "T", "a" * 1000])
+def test_what_a_peer_answers_is_a_word(outcome: str) -> None:
+    """It stands in the log."""
+    ours, its = socket.socketpair(socket.AF_UNIX)
+    link = wire.Link.__new__(wire.Link)
+    link.sock, link._tls = ours, False
+    its.sendall(wire.frame(wire.Taken(outcome)))
+    with its:
+        over = HandOver(
+            offers(1),
+            [Peer("h", 1, "p")],
+            connect=lambda peer: link,
+            fingerprint=b"",
+            deadline_s=LONG_S,
+        )
+        report = over.run()
+    assert report.answers == {"unreachable": 1} and report.left == 1
 
 
 def test_more_peers_than_are_asked_at_a_time() -> None:

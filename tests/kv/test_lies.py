@@ -1,9 +1,12 @@
 """A peer that lies, drips, restarts or comes back late; numbers are those of the design's tests."""
 
 import asyncio
+import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,12 +15,15 @@ import pytest
 from deepdraft.kv import wire
 from deepdraft.kv.cache import KvCache
 from deepdraft.kv.directory import Record
+from deepdraft.kv.errors import SnapshotError
 from deepdraft.kv.fetch import Fetched, Fetcher, Peer
+from deepdraft.kv.fleet_files import init_fleet, load_fleet
 from deepdraft.kv.layout import Span
 from deepdraft.kv.settings import TransferSettings
 from deepdraft.kv.snapshot import ChunkRef, Manifest, encode_manifest
 from deepdraft.kv.transfer import Exporter
 from deepdraft.kv.transport import CHUNKS_PER_LINK
+from tests.kv.conftest import wait_for
 from tests.kv.test_faults import Kept
 from tests.kv.test_transfer import FAST, KEY, RECORD, TOKENS, Proxy
 
@@ -268,8 +274,6 @@ def test_bytes_that_come_after_the_reader_gave_up_go_nowhere() -> None:
 
 def test_nobody_answers_the_connection() -> None:
     """A listener that accepts nothing more: connecting ends by itself."""
-    import socket
-
     with socket.create_server(("127.0.0.1", 0), backlog=0) as deaf:
         port = deaf.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)):
@@ -418,3 +422,143 @@ def test_a_token_joins_only_while_its_lease_lives(pair: Pair) -> None:
         late.close()
     first.close()
     second.close()
+
+
+# ---- time: every phase ends ----------------------------------------------------------------
+
+
+def drip(link: wire.Link, message: wire.Reply) -> None:
+    """A byte now and then, so that no wait for one runs out."""
+    for byte in wire.frame(message):
+        link.send_bytes(memoryview(bytes([byte])))
+        time.sleep(0.2)
+
+
+def flood(link: wire.Link, message: wire.Reply) -> None:
+    """Message after message that says nothing."""
+    while True:
+        link.send(wire.Renewed(1.0))
+
+
+@pytest.mark.parametrize(
+    ("how", "phase"),
+    [
+        (drip, wire.Opened),
+        (drip, wire.Joined),
+        (drip, wire.Data),
+        (drip, wire.Closed),
+        (flood, wire.Data),
+        (flood, wire.Closed),
+    ],
+)
+def test_no_phase_of_a_fetch_is_without_an_end(
+    how: Callable[[wire.Link, wire.Reply], None], phase: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its deadline counts for all of it. (Of a peer that dripped the manifest, or sent renewals
+    for ever where the lease's end was asked for, a request once waited without an end.)"""
+    pair = Pair(connections=3, deadline_s=0.6, idle_s=30.0)
+    pair.liar.settings = TransferSettings(idle_s=30.0)
+    send, lying = wire.Link.send, threading.Event()
+    lying.set()
+
+    def slow(self: wire.Link, *messages: Any, more: bool = False) -> None:
+        if lying.is_set() and isinstance(messages[0], phase):
+            how(self, messages[0])
+        else:
+            send(self, *messages, more=more)
+
+    monkeypatch.setattr(wire.Link, "send", slow)
+    if phase is wire.Joined:  # the first connection waits for the others
+        pair.liar.lie = lambda *args: time.sleep(1)
+    try:
+        got = pair.fetch()
+        assert got.outcome == "timeout", got
+        memory = pair.b.cache.memory
+        assert not memory.entries and memory.slab.num_free == memory.slab.num_slots
+        lying.clear()
+        pair.liar.lie, pair.fetcher.settings = None, FAST
+        assert pair.fetch().outcome == "hit" and pair.b.start(TOKENS) == 100
+    finally:
+        lying.clear()
+        pair.close()
+
+
+# ---- the owner's side ----------------------------------------------------------------------
+
+
+def test_a_request_that_drips_ends() -> None:
+    """Its connection is one of few; a byte now and then does not keep it."""
+    pair = Pair()
+    pair.liar.settings = TransferSettings(idle_s=0.3)
+    try:
+        with socket.create_connection(("127.0.0.1", pair.peer.port), 10) as sock:
+            sock.settimeout(30)
+            ended = False
+            for byte in (4096).to_bytes(4, "little") + bytes(200):
+                try:
+                    sock.sendall(bytes([byte]))
+                except OSError:
+                    ended = True
+                    break
+                time.sleep(0.05)
+            assert ended, "4,300 bytes would have taken minutes"
+        assert pair.liar.counters.get("reader_gone") == 1
+    finally:
+        pair.close()
+
+
+def test_connections_that_never_shake_hands_are_few(tmp_path: Path) -> None:
+    """Who has no certificate can hold so many threads for `idle_s`, and no more."""
+    (directory,) = init_fleet(tmp_path, ["a"], ["127.0.0.1"])
+    pair = Pair()
+    pair.liar.tls = load_fleet(directory).server_tls
+    pair.liar.settings = TransferSettings(max_connections=4, idle_s=60)
+    socks = [socket.create_connection(("127.0.0.1", pair.peer.port), 10) for _ in range(40)]
+    try:
+        wait_for(lambda: pair.liar.counters.get("too_many") == 36)
+        assert len(pair.liar._threads) == 5
+    finally:
+        for sock in socks:
+            sock.close()
+        wait_for(lambda: len(pair.liar._threads) == 1)
+        pair.close()
+
+
+EVIL = "x\n2026-11-30 ERROR forged\x1b[31m"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"type": EVIL},
+        {"type": "closed", "valid": True, EVIL: 1},
+        {"type": "refused", "reason": EVIL},
+        {"type": "taken", "outcome": "taken\n"},
+        {"type": "taken", "outcome": "a" * 10_000},
+        {"type": "refused", "reason": ""},
+        {"type": EVIL * 1000},
+    ],
+)
+def test_a_peer_writes_no_log_lines(message: dict[str, Any]) -> None:
+    body = msgspec.msgpack.encode(message)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        link = wire.Link.__new__(wire.Link)
+        link.sock, link._tls, link._limit = ours, False, 10.0
+        theirs.sendall(len(body).to_bytes(4, "little") + body)
+        with pytest.raises(SnapshotError) as caught:
+            link.reply()
+    said = caught.value.message
+    assert said.isprintable() and len(said) <= 400
+
+
+def test_a_name_that_is_no_host_is_a_peer_that_is_not_there() -> None:
+    """Of a record in the directory; the look-up of such a name fails in another way."""
+    pair = Pair()
+    try:
+        for host in ("a..b", "a" * 70, "."):
+            pair.fetcher.tls = ssl.create_default_context()
+            got = pair.fetcher.fetch(Peer(host, 1, "n"), KEY, RECORD, TOKENS)
+            assert got.outcome == "disconnect"
+    finally:
+        pair.close()

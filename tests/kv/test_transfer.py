@@ -468,8 +468,8 @@ def test_peers_without_our_certificate_are_refused(tmp_path: Path) -> None:
     made: list[str | None] = []
     connect = two.fetcher.connect
 
-    def noted(peer: Peer) -> wire.Link:
-        link = connect(peer)
+    def noted(peer: Peer, *, until: float) -> wire.Link:
+        link = connect(peer, until=until)
         assert isinstance(link.sock, ssl.SSLSocket)
         made.append(link.sock.version())
         return link
