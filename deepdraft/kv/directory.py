@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 MOST_LOOKUPS = 512
 """Of one call."""
 ClaimResult = Literal["ok", "stale", "unknown", "unavailable"]
+_RECORD = re.compile(r"([0-9]{1,18}) (\S*) (\S*)")
+_MEMBER = re.compile(r"(\S+) ([0-9]{1,18})")
+_MOVED = re.compile(r"(\S+) (\S+) ([0-9]{1,18}) (\S+)")
 _SESSION_ID = re.compile(r"[!-~]{1,256}")
 
 
@@ -468,7 +471,7 @@ class RedisDirectory:
                         message = await listener.get_message(timeout=self.settings.breaker_s)
                         if message is not None and (moved := _moved(message["data"])):
                             yield moved
-            except (RedisError, OSError):
+            except (RedisError, OSError, ValueError):  # the last: bytes that are no text
                 lost = True
                 self.counters["listener_lost"] += 1
                 await asyncio.sleep(self.settings.timeout_s)
@@ -492,20 +495,16 @@ def _records(text: str, count: int) -> list[Record]:
     epoch, *lines = text.split("\n")
     if len(lines) != count:
         raise ValueError(f"{len(lines)} records for {count} keys")
-    out = []
-    for line in lines:
-        sequence, owner, fp = line.split(" ")
-        out.append(Record(epoch, int(sequence), owner, fp))
-    return out
+    # One that makes no sense must not keep the others from being found.
+    found = (_RECORD.fullmatch(line) for line in lines)
+    return [Record(epoch, int(r[1]), r[2], r[3]) if r else Record(epoch, 0) for r in found]
 
 
 def _members(text: str) -> list[Member]:
-    lines = (line.split(" ") for line in text.split("\n") if line)
-    return [Member(owner, int(room)) for owner, room in lines]
+    found = (_MEMBER.fullmatch(line) for line in text.split("\n"))
+    return [Member(m[1], int(m[2])) for m in found if m]
 
 
 def _moved(data: str | None) -> Moved | None:
-    parts = (data or "").split(" ", 3)
-    if len(parts) != 4 or not parts[2].isdigit():
-        return None
-    return Moved(parts[0], parts[1], int(parts[2]), parts[3])
+    found = _MOVED.fullmatch(data or "")
+    return None if found is None else Moved(found[1], found[2], int(found[3]), found[4])

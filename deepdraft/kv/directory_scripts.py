@@ -34,13 +34,15 @@ if not epoch or not meta[2] then
 end
 local out = {epoch}
 for i = 2, #KEYS do
-  local r = redis.call('HMGET', KEYS[i], 'epoch', 'seq', 'owner', 'fp')
+  -- One that is something else must not keep the others from being found.
+  local r = redis.pcall('HMGET', KEYS[i], 'epoch', 'seq', 'owner', 'fp')
   if r[1] and r[1] ~= epoch then
     redis.call('DEL', KEYS[i])
     r = {false}
   end
   if r[1] then redis.call('PEXPIRE', KEYS[i], ARGV[2]) end
   out[i] = r[1] and ((r[2] or '0') .. ' ' .. (r[3] or '') .. ' ' .. (r[4] or '')) or '0  '
+  out[i] = string.gsub(out[i], '\\n', '?')
 end
 return table.concat(out, '\\n')
 """,

@@ -243,7 +243,8 @@ class Fleet:
         if seen is None:
             return "unavailable"
         peer = peer_of(seen.owner)
-        if (seen.epoch, seen.sequence) != (offer.epoch, offer.sequence) or peer is None:
+        same = (seen.epoch, seen.sequence) == (offer.epoch, offer.sequence)
+        if not same or peer is None or seen.owner == self.owner:
             return "stale"
         fetched = self.fetcher.fetch(peer, offer.key, seen, None)
         if fetched.entry is None:
@@ -401,7 +402,7 @@ class Fleet:
                 if checking is None or checking.done():
                     checking = asyncio.create_task(self.check_all())
             elif moved.owner != self.owner:
-                self.exporter.disown(moved.key)
+                self.exporter.outdated(moved.key, moved.epoch, moved.sequence)
 
     async def _announce(self) -> None:
         """Says again and again that this server is there and how much room it has."""

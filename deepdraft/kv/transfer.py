@@ -109,6 +109,13 @@ class Exporter:
         self.cache.memory.supersede(owned[2])
         self.counters.add("disowned")
 
+    def outdated(self, key: str, epoch: str, sequence: int) -> None:
+        """Someone else claimed it, as this says; maybe before we did."""
+        with self._lock:
+            owned = self._owned.get(key)
+        if owned is not None and (owned[0] != epoch or owned[1] < sequence):
+            self.disown(key, *owned[:2])
+
     def owned(self) -> dict[str, tuple[str, int, int]]:
         """Epoch, sequence and entry of each conversation, by key."""
         with self._lock:

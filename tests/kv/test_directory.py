@@ -84,7 +84,7 @@ class RealRedis:
             self.process.wait()
             self.process = None
 
-    def cli(self, *command: str) -> Any:
+    def cli(self, *command: str | bytes) -> Any:
         """One command, by a client of its own."""
         import redis
 
@@ -462,6 +462,61 @@ def test_claims_are_announced(server: RealRedis) -> None:
         server.cli("CLIENT", "KILL", "TYPE", "pubsub")
         assert await asyncio.wait_for(following, 20) is None
         assert d.counters["listener_lost"] == 1
+        await moved.aclose()  # type: ignore[attr-defined]
+
+    server.start()
+    with_redis(server, use)
+
+
+@needs_redis
+def test_what_others_wrote_there_harms_nobody_else(server: RealRedis) -> None:
+    """Keys of another kind, records and members of nonsense, bytes that are no text."""
+
+    async def use(d: RedisDirectory) -> None:
+        await d.claim(KEY, await seen(d), "A", "fp")
+        space, epoch = "{" + d.namespace + "}", (await seen(d)).epoch
+        server.cli("SET", f"{space}:s:string", "not a hash")
+        for name, fields in (
+            ("lines", ("seq", "1", "owner", "x\n5 y z")),
+            ("spaces", ("seq", "1", "owner", "x y z")),
+            ("word", ("seq", "one", "owner", "x")),
+            ("minus", ("seq", "-1", "owner", "x")),
+            ("huge", ("seq", "9" * 5000, "owner", "x")),
+            ("float", ("seq", "1e5", "owner", "x")),
+            ("nothing", ()),
+        ):
+            server.cli("HSET", f"{space}:s:{name}", "epoch", epoch, *fields)
+        names = ("string", "lines", "spaces", "word", "minus", "huge", "float", "nothing")
+        records = await asyncio.gather(*(d.lookup(name) for name in (*names, KEY)))
+        assert [r and r.sequence for r in records] == [0] * len(names) + [1]
+        assert "error" not in d.counters and d.breaker.allows()
+        claim = await d.claim("string", Record(epoch, 0), "A", "fp")
+        assert claim.result == "unavailable"
+        assert (await d.claim("lines", Record(epoch, 0), "A", "fp")).result == "stale"
+        until = 10**15
+        server.cli("HSET", f"{space}:members", "x y", f"{until} 5", "b@h:1", f"{until} 7")
+        server.cli("HSET", f"{space}:members", "z\n", f"{until} 5", "c@h:1", "soon 7")
+        assert await d.announce("A@h:1", 0) == [Member("b@h:1", 7)]
+
+    server.start()
+    with_redis(server, use, DirectorySettings(timeout_s=10))
+
+
+@needs_redis
+def test_junk_does_not_end_the_listener(server: RealRedis) -> None:
+    async def use(d: RedisDirectory) -> None:
+        moved = d.moved()
+        first = asyncio.ensure_future(anext(moved))
+        await asyncio.sleep(0.2)
+        for junk in (b"", b"a b \xc2\xb2 c", b"a b " + b"9" * 5000 + b" c", b"\xff\xfe a 1 b"):
+            server.cli("PUBLISH", d.channel, junk)
+        # The last one is no text: its connection is given up, and some may have been missed.
+        assert await asyncio.wait_for(first, 20) is None
+        following = asyncio.ensure_future(anext(moved))
+        await asyncio.sleep(0.2)
+        await d.claim(KEY, await seen(d), "A", "fp")
+        event = await asyncio.wait_for(following, 20)
+        assert event is not None and event.key == KEY
         await moved.aclose()  # type: ignore[attr-defined]
 
     server.start()

@@ -483,3 +483,28 @@ def test_a_fault_of_the_peer_is_an_answer(fault: str, join: MakeFleet) -> None:
     answer = "failed" if fault == "raises" else "unavailable"
     assert a.fleet.hand_over(LONG_S).answers == {answer: 1}
     assert not b.kept.entries
+
+
+def test_an_offer_to_the_owner_itself(join: MakeFleet, directory: LocalDirectory) -> None:
+    """It would read from itself, and claim what it has."""
+    b = Server(join, "b")
+    talk(b, KEYS[:1])
+    record = directory._live(KEYS[0])
+    fields = (KEYS[0], record.epoch, record.sequence)
+    assert b.fleet._take(wire.Offer(wire.PROTOCOL, b.kept.cache.expected, *fields)) == "stale"
+    assert directory._live(KEYS[0]) == record and len(b.kept.entries) == 1
+
+
+def test_a_hint_of_an_earlier_claim_comes_late(join: MakeFleet) -> None:
+    """What is here is newer: it is neither given up nor evicted first."""
+    b = Server(join, "b")
+    talk(b, KEYS[:1])
+    (epoch, sequence, _) = b.fleet.exporter.owned()[KEYS[0]]
+    for late in (sequence - 1, sequence):
+        b.fleet.exporter.outdated(KEYS[0], epoch, late)
+    b.fleet.exporter.outdated(KEYS[1], epoch, 99)
+    assert KEYS[0] in b.fleet.exporter.owned()
+    for newer in ((epoch, sequence + 1), ("another", 1)):
+        b.fleet.exporter.own(KEYS[0], Record(epoch, sequence), b.kept.entries[0].id)
+        b.fleet.exporter.outdated(KEYS[0], *newer)
+        assert KEYS[0] not in b.fleet.exporter.owned()
