@@ -44,9 +44,19 @@ def init_fleet_command(directory: Path, nodes: tuple[str, ...], hosts: tuple[str
 @kv.command()
 @click.argument("paths", nargs=-1, required=True, metavar="PATH...")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-def inspect(paths: tuple[str, ...], as_json: bool) -> None:
-    """Show what stored conversations are, without their tokens. PATH: a file or a directory."""
-    for path, file in _files(paths):
+def inspect(paths: tuple[str, ...], as_json: bool) -> int:
+    """Show what stored conversations are, without their tokens. PATH: a file or a directory. Exit
+    code 2 where one cannot be read."""
+    from deepdraft.kv.errors import SnapshotError
+
+    failed = False
+    for path in _paths(paths):
+        try:
+            file = _open(path)
+        except SnapshotError as error:
+            failed = True
+            click.echo(f"Error: {error.message}", err=True)
+            continue
         manifest = file.manifest
         about = {
             "file": str(path),
@@ -66,6 +76,7 @@ def inspect(paths: tuple[str, ...], as_json: bool) -> None:
             for name, value in about.items():
                 click.echo(f"{name:14}{value}")
             click.echo()
+    return 2 if failed else 0
 
 
 @kv.command()
@@ -93,11 +104,15 @@ def verify(paths: tuple[str, ...]) -> int:
 @click.argument("url", default="http://127.0.0.1:8000", metavar="[URL]")
 def stats(url: str) -> None:
     """Show the cache's counters of a running server."""
-    parts = urllib.parse.urlsplit(url)
+    try:
+        parts = urllib.parse.urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise RequestError(f"{url!r} is no address: {error}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise RequestError(f"{url!r} is no http or https address")
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(parts.hostname, parts.port, timeout=10)
+    connection = kind(parts.hostname, port, timeout=10)
     headers = {}
     if key := os.environ.get("DEEPDRAFT_API_KEY"):
         headers["authorization"] = f"Bearer {key}"
@@ -129,8 +144,3 @@ def _open(path: Path) -> Any:
     from deepdraft.kv.snapshot import SnapshotFile
 
     return SnapshotFile.open(path)
-
-
-def _files(paths: tuple[str, ...]) -> Iterator[tuple[Path, Any]]:
-    for path in _paths(paths):
-        yield path, _open(path)

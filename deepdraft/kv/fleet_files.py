@@ -23,6 +23,7 @@ from deepdraft.errors import ConfigError
 KEY_BYTES = 32
 DAYS = 365
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_HOST = re.compile(r"(\*\.)?[A-Za-z0-9_.-]{1,253}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +69,12 @@ def init_fleet(directory: Path, nodes: Sequence[str], hosts: Sequence[str] = ())
         raise ConfigError(
             "certificates need the package cryptography: pip install 'deepdraft[kv]'"
         ) from None
+    names = [_host(host) for host in hosts]
     for name in nodes:
         if not _NAME.fullmatch(name) or name.startswith("."):
             raise ConfigError(f"a node's name is 1 to 64 of A-Z a-z 0-9 _ . -, got {name!r}")
-        if (directory / "nodes" / name).exists():
-            raise ConfigError(f"{directory / 'nodes' / name} is there already")
+        if (directory / "nodes" / name).exists() or nodes.count(name) > 1:
+            raise ConfigError(f"{directory / 'nodes' / name} is there already, or named twice")
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         ca = _Authority.of(directory)
@@ -81,7 +83,7 @@ def init_fleet(directory: Path, nodes: Sequence[str], hosts: Sequence[str] = ())
             place = directory / "nodes" / name
             place.mkdir(mode=0o700, parents=True)
             key = ec.generate_private_key(ec.SECP256R1())
-            _write(place / "cert.pem", ca.certify(name, key, hosts), private=False)
+            _write(place / "cert.pem", ca.certify(name, key, names), private=False)
             _write(place / "key.pem", _pem(key))
             _write(place / "ca.pem", (directory / "ca.pem").read_bytes(), private=False)
             _write(place / "manifest.key", (directory / "manifest.key").read_bytes())
@@ -101,6 +103,7 @@ class _Authority:
     def of(cls, directory: Path) -> _Authority:
         """The one of a directory, made where there is none."""
         from cryptography import x509
+        from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.x509.oid import NameOID
@@ -108,7 +111,14 @@ class _Authority:
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "deepdraft fleet")])
         if (directory / "ca.key").exists():
             pem = (directory / "ca.key").read_bytes()
-            return cls(serialization.load_pem_private_key(pem, None), name)
+            try:
+                key = serialization.load_pem_private_key(pem, None)
+            except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+                raise ConfigError(
+                    f"{directory / 'ca.key'} holds no private key without a password; put the "
+                    f"fleet's own back, or make another fleet in an empty directory"
+                ) from error
+            return cls(key, name)
         key = ec.generate_private_key(ec.SECP256R1())
         ca = cls(key, name)
         _write(directory / "ca.key", _pem(key))
@@ -116,17 +126,12 @@ class _Authority:
         _write(directory / "manifest.key", secrets.token_bytes(KEY_BYTES))
         return ca
 
-    def certify(self, name: str, key: object, hosts: Sequence[str]) -> bytes:
-        """A certificate of a server, PEM."""
+    def certify(self, name: str, key: object, hosts: Sequence[object]) -> bytes:
+        """A certificate of a server, PEM. `hosts`: of `_host`."""
         from cryptography import x509
         from cryptography.x509.oid import NameOID
 
-        names: list[x509.GeneralName] = [x509.DNSName(name)]
-        for host in hosts:
-            try:
-                names.append(x509.IPAddress(ip_address(host)))
-            except ValueError:
-                names.append(x509.DNSName(host))
+        names = [x509.DNSName(name), *hosts]
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         return self._sign(subject, key, names, authority=False)
 
@@ -158,6 +163,21 @@ class _Authority:
             builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
         signed = builder.sign(self.key, hashes.SHA256())  # type: ignore[arg-type]
         return signed.public_bytes(serialization.Encoding.PEM)
+
+
+def _host(host: str) -> object:
+    """An address or a name, as it stands in certificates. Raises ConfigError."""
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ip_address(host))
+    except ValueError:
+        if not _HOST.fullmatch(host):
+            raise ConfigError(
+                f"a host is an IP address or a name of A-Z a-z 0-9 _ . - (international names as "
+                f"xn--...), got {host!r}"
+            ) from None
+        return x509.DNSName(host)
 
 
 def _pem(key: object) -> bytes:

@@ -152,11 +152,14 @@ def decode_manifest(
         manifest = msgspec.msgpack.decode(body, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise SnapshotError(f"the manifest is not as documented: {error}") from None
-    check_manifest(
-        manifest,
-        layout=manifest.layout if layout is None else layout,
-        expected=manifest.fingerprint if expected is None else expected,
-    )
+    try:
+        check_manifest(
+            manifest,
+            layout=manifest.layout if layout is None else layout,
+            expected=manifest.fingerprint if expected is None else expected,
+        )
+    except (ArithmeticError, ValueError) as error:  # by a layout of its own: blocks of 0 tokens
+        raise SnapshotError(f"the manifest's layout contradicts itself: {error}") from None
     return manifest
 
 
@@ -231,13 +234,17 @@ class SnapshotFile:
         """Read and check the manifest and the file's length, see `decode_manifest`. Raises
         SnapshotError."""
         try:
+            if not path.is_file() and path.exists():
+                raise SnapshotError("not a file")  # opening a pipe would wait for a writer
             with path.open("rb") as file:
                 head = file.read(HEAD_BYTES)
                 data = head + file.read(manifest_size(head))
                 size = os.fstat(file.fileno()).st_size
+            manifest = decode_manifest(data, layout=layout, expected=expected)
         except OSError as error:
             raise SnapshotError(f"{path.name} cannot be read: {error.strerror}") from None
-        manifest = decode_manifest(data, layout=layout, expected=expected)
+        except SnapshotError as error:
+            raise SnapshotError(f"{path.name}: {error.message}") from None
         if size != len(data) + manifest.data_bytes:
             raise SnapshotError(
                 f"{path.name} has {size} bytes, its manifest says {len(data) + manifest.data_bytes}"

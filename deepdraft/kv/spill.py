@@ -74,7 +74,7 @@ class SpillDir:
     def _scan(self) -> None:
         for stale in self.path.glob(f"*{PARTIAL}"):
             self._unlink(stale)
-        found = sorted(self.path.glob(f"*{SUFFIX}"), key=lambda p: p.stat().st_mtime_ns)
+        found = sorted(self.path.glob(f"*{SUFFIX}"), key=lambda p: p.lstat().st_mtime_ns)
         for path in found:
             try:
                 file = SnapshotFile.open(path, layout=self.layout, expected=self.expected)

@@ -1,6 +1,7 @@
 """`deepdraft kv`: a fleet's files, stored conversations, counters."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,57 @@ def test_a_file_that_is_no_snapshot(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "no deepdraft snapshot" in capsys.readouterr().err
     assert main(["kv", "inspect", str(tmp_path / "nowhere.ddkv")]) == 2
     assert "nowhere.ddkv cannot be read" in capsys.readouterr().err
+
+
+def test_what_cannot_be_read_does_not_hide_the_rest(
+    stored: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (stored / "a.ddkv").write_text("hello")
+    (stored / "b.ddkv").mkdir()
+    (stored / "c.ddkv").symlink_to(stored / "nowhere")
+    os.mkfifo(stored / "d.ddkv")  # opening it would wait for a writer
+    assert main(["kv", "inspect", "--json", str(stored)]) == 2
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 2 and len(err.splitlines()) == 4
+    for line, name in zip(err.splitlines(), "abcd", strict=True):
+        assert f"{name}.ddkv" in line
+    assert main(["kv", "verify", str(stored)]) == 1
+    assert "2 whole, 4 damaged" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--node", "a", "--node", "a"], "named twice"),
+        (["--node", "a", "--host", "ü.example"], "international names as xn--"),
+        (["--node", "a", "--host", "x\ny"], "a host is an IP address or a name"),
+        (["--node", "a", "--host", ""], "a host is an IP address or a name"),
+        (["--node", "../a"], "a node's name"),
+    ],
+)
+def test_init_fleet_refuses_before_it_makes_anything(
+    options: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("cryptography")
+    assert main(["kv", "init-fleet", str(tmp_path / "f"), *options]) == 2
+    assert says in capsys.readouterr().err and not (tmp_path / "f").exists()
+
+
+@pytest.mark.parametrize("key", [b"", b"junk", b"-----BEGIN PRIVATE KEY-----\nAAAA\n"])
+def test_an_authority_whose_key_is_damaged(
+    key: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("cryptography")
+    (tmp_path / "ca.key").write_bytes(key)
+    assert main(["kv", "init-fleet", str(tmp_path), "--node", "a"]) == 2
+    assert "ca.key holds no private key" in capsys.readouterr().err
+    assert not (tmp_path / "nodes").exists()
+
+
+@pytest.mark.parametrize("url", ["http://h:99999", "http://[bad", "http://h:x"])
+def test_stats_of_no_address(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kv", "stats", url]) == 2
+    assert "is no address" in capsys.readouterr().err
 
 
 def test_stats_of_a_running_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

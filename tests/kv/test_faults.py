@@ -1,6 +1,7 @@
 """Every fault ends in computing again: damage, full memory, full disk, races, restarts."""
 
 import errno
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -365,6 +366,18 @@ def test_damage_on_disk(where: str, tmp_path: Path) -> None:
     assert again.start(text(1, 64)) == 0
     again.cache.check()
     assert not list(tmp_path.rglob("*.ddkv")) and not list(tmp_path.rglob("*.partial"))
+
+
+def test_what_is_no_file_does_not_stop_a_start(tmp_path: Path) -> None:
+    kept = Kept(spill=tmp_path)
+    kept.store(text(1, 64))
+    kept.cache.close()
+    (path,) = tmp_path.rglob("*.ddkv")
+    (path.parent / "a.ddkv").symlink_to(tmp_path / "nowhere")
+    (path.parent / "b.ddkv").mkdir()
+    os.mkfifo(path.parent / "c.ddkv")  # opening it would wait for a writer
+    again = Kept(spill=tmp_path)
+    assert again.start(text(1, 64)) == 64 and again.cache.stats()["disk_damaged"] == 3
 
 
 def test_files_deleted_behind_our_back(tmp_path: Path) -> None:

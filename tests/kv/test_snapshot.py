@@ -195,6 +195,26 @@ def test_forged_manifests_with_a_right_root(made: Made, name: str) -> None:
         made.decode(forged(made, **changes))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layout__block_tokens": 0},
+        {"layout__block_tokens": -8},
+        {"layout__planes__0__ratio": 0},
+        {"layout__windows": []},
+        {"layout__windows__0__layers": -1},
+        {"layout__pending__0__rows": -(1 << 60)},
+    ],
+)
+def test_forged_layouts_are_refused_where_none_is_expected(
+    made: Made, changes: dict[str, object]
+) -> None:
+    """As `deepdraft kv inspect` reads them."""
+    assert decode_manifest(forged(made)) == made.manifest
+    with pytest.raises(SnapshotError):
+        decode_manifest(forged(made, **changes))
+
+
 def test_checkpoints_must_rise_and_be_few(made: Made) -> None:
     one = msgspec.to_builtins(made.manifest.checkpoints[0], builtin_types=(bytes,))
     with pytest.raises(SnapshotError, match="rising"):
