@@ -243,13 +243,19 @@ def test_the_context_fits_the_longest_prompt() -> None:
 
 
 def test_prompts_and_streams_that_cannot_be_measured(tmp_path: Path) -> None:
-    """Clear errors; and one tiny prompt is enough for a report, which is JSON."""
+    """Clear errors."""
     file = tmp_path / "prompts.json"
     file.write_text('[{"domain": "a", "ids": [0, 5, 6]}]')
     with pytest.raises(ConfigError, match="no answer took a step"):
         bench_accept.accept(MODEL, prompts=str(file), tokens=1, quick=True)
     with pytest.raises(ConfigError, match="state of 100000000 streams does not fit"):
         bench_accept.Bench(MODEL, [Prompt("a", (1,))], 5, streams=10**8)
+
+
+@pytest.mark.full
+def test_one_tiny_prompt_is_enough_for_a_report(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.json"
+    file.write_text('[{"domain": "a", "ids": [0, 5, 6]}]')
     report = bench_accept.accept(MODEL, prompts=str(file), tokens=3, quick=True)
     assert json.loads(json.dumps(report, allow_nan=False))["prompts"] == 1
     assert "Brier of no drafts" in plot(report)

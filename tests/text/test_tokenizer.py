@@ -62,8 +62,8 @@ def test_stream_decoder_gives_the_same_text_as_the_library(ids: list[int]) -> No
     assert tokenizer.decode(ids) == reference  # ids without a token stand for nothing
     decoder = tokenizer.incremental()
     streamed = "".join(decoder.push(i) for i in ids)
-    # Held back at the end is at most the one incomplete character: a single U+FFFD, or two where its
-    # first two bytes begin a surrogate, which Python's decoder waits for.
+    # Held back at the end is at most the one incomplete character: a single U+FFFD, or two where
+    # its first two bytes begin a surrogate, which Python's decoder waits for.
     assert reference in (streamed, streamed + "\ufffd", streamed + "\ufffd\ufffd")
     if reference == streamed + "\ufffd\ufffd":
         raw = b"".join(map(tokenizer.token_bytes, ids))
