@@ -5,7 +5,7 @@ Knows nothing of: connections, who calls. `directory` says what the records mean
 """
 
 STALE = "STALE ownership changed, expired or directory restarted"
-# KEYS: meta, record. ARGV[1]: a fresh UUID. An epoch without its counter is not to be trusted.
+# KEYS[1]: meta. ARGV[1]: a fresh UUID. An epoch without its counter is not to be trusted.
 _EPOCH = """
 local meta = redis.call('HMGET', KEYS[1], 'epoch', 'gen')
 local epoch = meta[1]
@@ -14,6 +14,11 @@ if not epoch or not meta[2] then
   redis.call('DEL', KEYS[1])
   redis.call('HSET', KEYS[1], 'epoch', epoch, 'gen', '0')
 end
+"""
+# KEYS[2]: a record.
+_RECORD = (
+    _EPOCH
+    + """
 local r = redis.call('HMGET', KEYS[2], 'epoch', 'seq', 'owner', 'state')
 if r[1] and r[1] ~= epoch then
   redis.call('DEL', KEYS[2])
@@ -22,16 +27,11 @@ end
 local seq = r[2] or '0'
 local state = r[4] or seq
 """
+)
 SCRIPTS = {
     # Many records in one call; one line a record, as a client takes long over many small replies.
-    "lookup": """
-local meta = redis.call('HMGET', KEYS[1], 'epoch', 'gen')
-local epoch = meta[1]
-if not epoch or not meta[2] then
-  epoch = ARGV[1]
-  redis.call('DEL', KEYS[1])
-  redis.call('HSET', KEYS[1], 'epoch', epoch, 'gen', '0')
-end
+    "lookup": _EPOCH
+    + """
 local out = {epoch}
 for i = 2, #KEYS do
   -- One that is something else must not keep the others from being found.
@@ -46,7 +46,7 @@ for i = 2, #KEYS do
 end
 return table.concat(out, '\\n')
 """,
-    "claim": _EPOCH
+    "claim": _RECORD
     + f"""
 if epoch ~= ARGV[3] or (seq ~= ARGV[4] and state ~= ARGV[4]) then
   return redis.error_reply('{STALE}')
@@ -59,7 +59,7 @@ redis.call('PEXPIRE', KEYS[2], ARGV[2])
 redis.call('PUBLISH', ARGV[7], ARGV[8] .. ' ' .. epoch .. ' ' .. new .. ' ' .. ARGV[5])
 return new
 """,
-    "check": _EPOCH
+    "check": _RECORD
     + """
 if epoch == ARGV[3] and r[2] and r[2] == ARGV[4] and r[3] == ARGV[5] then
   redis.call('PEXPIRE', KEYS[2], ARGV[2])
@@ -67,7 +67,7 @@ if epoch == ARGV[3] and r[2] and r[2] == ARGV[4] and r[3] == ARGV[5] then
 end
 return 0
 """,
-    "release": _EPOCH
+    "release": _RECORD
     + """
 if epoch == ARGV[3] and r[2] and r[2] == ARGV[4] and r[3] == ARGV[5] then
   redis.call('DEL', KEYS[2])
