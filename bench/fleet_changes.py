@@ -31,14 +31,14 @@ import httpx
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from deepdraft.proof.bench import provenance
+from deepdraft.proof.fleet_served import free_port
 from deepdraft.server.service import bundled_checkpoint
+from tests.fleet.asking import CHAT, Failed, Json, ask
 from tests.fleet.children import Child, replicas_of
-from tests.fleet.test_live import PASSWORD, REDIS, Fleet, _ready, free_port, make_fleet
+from tests.fleet.test_live import PASSWORD, REDIS, Fleet, _ready, make_fleet
 
 PATIENCE_S = 240.0
-CHAT = "/v1/chat/completions"
 STEPS = ("grow", "in_place", "shrink", "upgrade", "broken", "drain")
-Json = dict[str, Any]
 SETTINGS = """
 [engine]
 kv_memory = "64MiB"
@@ -90,52 +90,23 @@ class Talk:
             "thinking": {"type": "disabled"},
         }
         try:
-            text, usage = (self._stream if chance.random() < 0.5 else self._whole)(body, number)
-        except (httpx.HTTPError, ValueError, KeyError) as error:
+            stream = {"stream": chance.random() < 0.5}
+            got = ask(self.client, self.fleet.url, body | stream, f"session-{number}")
+        except (httpx.HTTPError, Failed, ValueError, KeyError) as error:
             with self._lock:
                 self.faults.append(f"{type(error).__name__}: {str(error)[:200]}")
             return
         right = self.client.post(f"{self.oracle}{CHAT}", json=body).json()
         true = right["choices"][0]["message"]["content"] or ""
-        details = usage["prompt_tokens_details"]
+        details = got.usage["prompt_tokens_details"]
         with self._lock:
             self.counts["turns"] += 1
-            self.counts["different"] += text != true
+            self.counts["different"] += got.text != true
             self.counts[details.get("cache_source", "computed")] += 1
             if len(chat) > 1:  # a later turn of its conversation
-                self.counts["later_prompt_tokens"] += usage["prompt_tokens"]
+                self.counts["later_prompt_tokens"] += got.usage["prompt_tokens"]
                 self.counts["later_cached_tokens"] += details["cached_tokens"]
         chat += [asked, {"role": "assistant", "content": true or "x"}]
-
-    def _headers(self, number: int) -> dict[str, str]:
-        return {"X-Session-ID": f"session-{number}"}
-
-    def _whole(self, body: Json, number: int) -> tuple[str, Json]:
-        url = f"{self.fleet.url}{CHAT}"
-        answer = self.client.post(url, json=body, headers=self._headers(number))
-        if answer.status_code != 200:
-            raise ValueError(f"{answer.status_code} {answer.text[:200]}")
-        got = answer.json()
-        return got["choices"][0]["message"]["content"] or "", got["usage"]
-
-    def _stream(self, body: Json, number: int) -> tuple[str, Json]:
-        body = {**body, "stream": True, "stream_options": {"include_usage": True}}
-        url, text, usage = f"{self.fleet.url}{CHAT}", "", None
-        with self.client.stream("POST", url, json=body, headers=self._headers(number)) as answer:
-            if answer.status_code != 200:
-                raise ValueError(f"{answer.status_code} {answer.read()[:200]!r}")
-            for line in answer.iter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                frame = json.loads(line.removeprefix("data: "))
-                if "error" in frame:
-                    raise ValueError(f"error frame {line[:200]}")
-                usage = frame.get("usage") or usage
-                for choice in frame["choices"]:
-                    text += choice["delta"].get("content") or ""
-        if usage is None:
-            raise ValueError("a stream without an end")
-        return text, usage
 
     def until(self, ends: threading.Event, conversations: int, workers: int) -> None:
         """Turns of so many conversations, so many at a time, until `ends`."""

@@ -34,11 +34,12 @@ import httpx
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from deepdraft.proof.bench import provenance
+from deepdraft.proof.fleet_served import free_port
 from deepdraft.proof.fleet_trace import TracePlan, fleet_trace
+from tests.fleet.asking import CHAT, Failed, Json, ask
 from tests.fleet.children import Child, replicas_of
-from tests.fleet.test_live import PASSWORD, REDIS, Fleet, _ready, free_port, make_fleet
+from tests.fleet.test_live import PASSWORD, REDIS, Fleet, _ready, make_fleet
 
-CHAT = "/v1/chat/completions"
 PATIENCE_S = 300.0
 REPLICAS = 3
 FAULTS = (
@@ -48,7 +49,6 @@ FAULTS = (
 )
 AHEAD = 200
 """Turns that may be begun before the next fault has been done."""
-Json = dict[str, Any]
 SETTINGS = """
 [engine]
 kv_memory = "64MiB"
@@ -150,10 +150,6 @@ def ask_oracle(chats: list[list[Turn]], file: Path) -> None:
     child.end(signal.SIGTERM)
 
 
-class Failed(Exception):
-    """A request that was not answered as it should be."""
-
-
 @dataclass
 class Clients:
     """Who talks, and what came of it."""
@@ -221,10 +217,13 @@ class Clients:
         for _ in range(20):
             begin = time.monotonic()
             try:
-                found = (self._stream if turn.stream else self._whole)(body, session)
+                got = ask(self.client, self.url, body | {"stream": turn.stream}, session)
                 with self.lock:
                     self.latencies.append(time.monotonic() - begin)
-                return found
+                    self.by_replica[got.replica] += 1
+                    if turn.stream:
+                        self.gaps.append(got.gap_s)
+                return got.text, got.usage
             except (httpx.HTTPError, Failed) as error:
                 with self.lock:
                     self.failed.append({
@@ -235,42 +234,6 @@ class Clients:
                     })  # fmt: skip
                 time.sleep(0.5)
         raise AssertionError(f"{session} was not answered in 20 tries")
-
-    def _whole(self, body: Json, session: str) -> tuple[str, Json]:
-        headers = {"X-Session-ID": session}
-        answer = self.client.post(f"{self.url}{CHAT}", json=body, headers=headers)
-        if answer.status_code != 200:
-            raise Failed(f"{answer.status_code} {answer.text[:200]}")
-        self._note(answer)
-        return content(answer.json()), answer.json()["usage"]
-
-    def _stream(self, body: Json, session: str) -> tuple[str, Json]:
-        body = {**body, "stream": True, "stream_options": {"include_usage": True}}
-        headers, text, usage, last = {"X-Session-ID": session}, "", None, ""
-        url, gap = f"{self.url}{CHAT}", 0.0
-        with self.client.stream("POST", url, json=body, headers=headers) as answer:
-            if answer.status_code != 200:
-                raise Failed(f"{answer.status_code} {answer.read()[:200]!r}")
-            self._note(answer)
-            heard = time.monotonic()
-            for line in answer.iter_lines():
-                gap, heard = max(gap, time.monotonic() - heard), time.monotonic()
-                last = line or last
-                if line.startswith("data: {"):
-                    chunk = json.loads(line.removeprefix("data: "))
-                    if "error" in chunk:
-                        raise Failed(f"error frame: {chunk['error']['message']}")
-                    text += "".join(c["delta"].get("content") or "" for c in chunk["choices"])
-                    usage = chunk["usage"] or usage
-        if usage is None or last != "data: [DONE]":
-            raise Failed("a stream that was cut without a word")
-        with self.lock:
-            self.gaps.append(gap)
-        return text, usage
-
-    def _note(self, answer: httpx.Response) -> None:
-        with self.lock:
-            self.by_replica[answer.headers["x-deepdraft-replica"]] += 1
 
 
 class Redis:

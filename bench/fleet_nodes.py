@@ -25,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.fleet_changes import PATIENCE_S, Json, Talk
 from deepdraft.proof.bench import provenance
+from deepdraft.proof.fleet_served import free_port
 from tests.fleet.children import Child, replicas_of
-from tests.fleet.test_live import PASSWORD, REDIS, _ready, free_port, make_fleet
+from tests.fleet.test_live import PASSWORD, REDIS, _ready, make_fleet
 
 SETTINGS = """
 

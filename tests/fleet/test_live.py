@@ -10,7 +10,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,12 +18,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
+from deepdraft.proof.fleet_served import free_port
 from deepdraft.server.service import bundled_checkpoint
+from tests.fleet.asking import Answered, Failed, Json, ask
 from tests.fleet.children import Child, replicas_of
 
 REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
@@ -39,13 +39,6 @@ pytestmark = [
 PATIENCE_S = 600.0
 CONVERSATIONS, TURNS, WORKERS = 30, 3, 4
 PASSWORD = "fleet-live"
-Json = dict[str, Any]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @dataclass
@@ -118,10 +111,6 @@ def _ready(url: str) -> bool:
         return False
 
 
-class Failed(Exception):
-    """A request that was not answered as it should be."""
-
-
 @dataclass
 class Run:
     """Conversations and what came of their turns."""
@@ -134,42 +123,17 @@ class Run:
     """When failed requests began and ended, and how they failed."""
     client: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=PATIENCE_S))
 
-    def ask(self, body: Json, session: str) -> Json:
+    def ask(self, body: Json, session: str) -> Answered:
         """One turn; a client that gets no answer asks again."""
         while True:
             begin = time.monotonic()
             try:
-                return self._stream(body, session) if body["stream"] else self._whole(body, session)
+                answer = ask(self.client, self.fleet.url, body, session)
             except (httpx.HTTPError, Failed) as error:
                 self.spans.append((begin, time.monotonic(), f"{type(error).__name__} {error}"))
-
-    def _whole(self, body: Json, session: str) -> Json:
-        url, headers = f"{self.fleet.url}/v1/chat/completions", {"X-Session-ID": session}
-        answer = self.client.post(url, json=body, headers=headers)
-        if answer.status_code != 200:
-            raise Failed(f"{answer.status_code} {answer.text[:200]}")
-        self.replicas.add(answer.headers["x-deepdraft-replica"])
-        return answer.json()
-
-    def _stream(self, body: Json, session: str) -> Json:
-        """A stream, read to its end and put together as a whole answer."""
-        url, headers = f"{self.fleet.url}/v1/chat/completions", {"X-Session-ID": session}
-        text, last, usage = "", "", None
-        with self.client.stream("POST", url, json=body, headers=headers) as answer:
-            if answer.status_code != 200:
-                raise Failed(f"{answer.status_code} {answer.read()[:200]!r}")
-            self.replicas.add(answer.headers["x-deepdraft-replica"])
-            for line in answer.iter_lines():
-                last = line or last
-                if line.startswith("data: {"):
-                    chunk = json.loads(line.removeprefix("data: "))
-                    if "error" in chunk:
-                        raise Failed(f"in the stream: {chunk['error']['message']}")
-                    text += "".join(c["delta"].get("content") or "" for c in chunk["choices"])
-                    usage = chunk["usage"] or usage
-        if last != "data: [DONE]" or usage is None:
-            raise Failed("the stream was cut")
-        return {"choices": [{"message": {"content": text}}], "usage": usage}
+            else:
+                self.replicas.add(answer.replica)
+                return answer
 
     def conversation(self, number: int) -> None:
         chance = random.Random(number)
@@ -185,14 +149,14 @@ class Run:
             }
             more: Json = {"stream": (number + turn) % 2 == 0}
             if more["stream"]:
-                more |= {"max_tokens": 24, "stream_options": {"include_usage": True}}
+                more |= {"max_tokens": 24}
             got = self.ask(body | more, f"session-{number}")
             body |= {"max_tokens": more.get("max_tokens", 10)}
             right = self.client.post(f"{self.oracle}/v1/chat/completions", json=body).json()
-            text, true = (a["choices"][0]["message"]["content"] for a in (got, right))
+            text, true = got.text, right["choices"][0]["message"]["content"] or ""
             self.counts["different"] += text != true
             self.counts["turns"] += 1
-            source = got["usage"]["prompt_tokens_details"].get("cache_source", "computed")
+            source = got.usage["prompt_tokens_details"].get("cache_source", "computed")
             self.counts[source] += 1
             messages.append({"role": "assistant", "content": text or "x"})
 
