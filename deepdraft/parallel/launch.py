@@ -15,12 +15,15 @@ import mmap
 import os
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from deepdraft.errors import ConfigError, DeepdraftError, RankError
-from deepdraft.parallel.rank import PAGE_BYTES, VARIABLE, Health, read_page
+from deepdraft.parallel.rank import PAGE_BYTES, VARIABLE, Health, Pulse, Rank, read_page
 
 POLL_S = 0.05
 _NAMES = {signal.SIGKILL: "for instance by the system for lack of memory, or by hand"}
@@ -46,10 +49,21 @@ class Limits:
     """Wait for the cause when a rank only says that it lost another."""
 
 
+class _ThisProcess:
+    """Rank 0 where it watches the others itself: it ends when it says so."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+
 @dataclass(slots=True)
 class _Watched:
     rank: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | _ThisProcess
     last: tuple[int, int] = (-1, -1)
     silent_s: float = 0.0
     step: int = -1
@@ -92,10 +106,8 @@ def run_ranks(
     closes their pipes. Raises RankError when a rank dies, fails or hangs; by then all are gone. To
     be called on the main thread.
     """
-    if not hasattr(os, "memfd_create"):
-        raise ConfigError("several ranks (--tp) need Linux; run with --tp 1 here")
     limits = limits or Limits()
-    with _started(command, size, os.environ if env is None else env) as (pages, ranks):
+    with _started(command, size, os.environ if env is None else env) as (pages, ranks, _):
         handlers = {
             number: signal.signal(number, lambda n, _frame: _forward(ranks[0], n))
             for number in (signal.SIGINT, signal.SIGTERM)
@@ -109,14 +121,82 @@ def run_ranks(
 
 def _forward(first: _Watched, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
-        first.process.send_signal(number)
+        os.kill(first.process.pid, number)
+
+
+class LedRanks:
+    """Ranks 1..size-1 as children of this process, which is rank 0 and was started by something
+    else (a worker of Ray). A thread of its own starts and watches them."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        size: int,
+        on_loss: Callable[[RankError], None],
+        *,
+        limits: Limits | None = None,
+    ) -> None:
+        """`on_loss` is called on that thread, once, when a rank has died, failed or hangs, this one
+        included; by then the others are gone, and this process cannot go on as rank 0."""
+        self._command, self._size, self._on_loss = list(command), size, on_loss
+        self._limits = limits or Limits()
+        self._self = _ThisProcess()
+        self._me: Future[Rank] = Future()
+        # It makes the others, and not `start`: a child ends with the thread that made it.
+        self._thread = threading.Thread(target=self._run, name="deepdraft-ranks", daemon=True)
+
+    def start(self) -> Rank:
+        """Starts the others; returns this process as rank 0. Raises ConfigError, OSError."""
+        self._thread.start()
+        me = self._me.result()
+        me.pulse.start()
+        return me
+
+    def close(self) -> None:
+        """After the last call of rank 0's runner: the others end, at the latest after `end_s`."""
+        if self._self.returncode is None:
+            me = self._me.result()
+            me.pulse.set_state("ended")
+            self._self.returncode = 0
+            for fd in me.commands:
+                os.close(fd)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            with _started(self._command, self._size, os.environ, self._self) as started:
+                pages, ranks, me = started
+                assert me is not None
+                self._me.set_result(me)
+                _watch(pages, ranks, self._limits)
+        except Exception as error:
+            if not self._me.done():
+                self._me.set_exception(error)
+                return
+            if not isinstance(error, RankError):
+                error = RankError(f"the ranks cannot be watched: {type(error).__name__}: {error}")
+            self._on_loss(error)
+
+
+class _Lead(Rank):
+    """Rank 0 beside the thread that watches the ranks: that one knows the cause and has the process
+    ended, so that a caller who cannot go on waits for it here."""
+
+    def end(self, message: str, *, exit_code: int = 3, peer_lost: bool = False) -> NoReturn:
+        """Never returns."""
+        self.pulse.fail(message, exit_code=exit_code, peer_lost=peer_lost)
+        while True:
+            threading.Event().wait()
 
 
 @contextlib.contextmanager
 def _started(
-    command: Sequence[str], size: int, env: Mapping[str, str]
-) -> Generator[tuple[mmap.mmap, list[_Watched]]]:
-    """The ranks' processes; on leaving, whatever way, none of them is left."""
+    command: Sequence[str], size: int, env: Mapping[str, str], first: _ThisProcess | None = None
+) -> Generator[tuple[mmap.mmap, list[_Watched], Rank | None]]:
+    """The ranks' processes; on leaving, whatever way, none of them is left. `first`: rank 0 is this
+    process, as the last of the three."""
+    if not hasattr(os, "memfd_create"):
+        raise ConfigError("several ranks (--tp) need Linux; run with --tp 1 here")
     shared = os.memfd_create("deepdraft-ranks")
     store = os.memfd_create("deepdraft-store")
     os.ftruncate(shared, size * PAGE_BYTES)
@@ -124,7 +204,12 @@ def _started(
     ranks: list[_Watched] = []
     try:
         pages = mmap.mmap(shared, size * PAGE_BYTES)
-        for rank in range(size):
+        me: Rank | None = None
+        if first is not None:
+            own = tuple(w for _, w in pipes)
+            me = _Lead(0, size, Pulse(pages, 0), f"/proc/self/fd/{store}", own)
+            ranks.append(_Watched(0, first))
+        for rank in range(len(ranks), size):
             ends = [w for _, w in pipes] if rank == 0 else [pipes[rank - 1][0]]
             told = {
                 "rank": rank,
@@ -142,10 +227,11 @@ def _started(
                 start_new_session=True,  # a group of its own: its children end with it
             )
             ranks.append(_Watched(rank, process))
-        for fd in (fd for pair in pipes for fd in pair):
+        kept = () if me is None else me.commands
+        for fd in (fd for pair in pipes for fd in pair if fd not in kept):
             os.close(fd)
         pipes = []
-        yield pages, ranks
+        yield pages, ranks, me
     finally:
         _kill(ranks)
         for fd in (shared, store, *(fd for pair in pipes for fd in pair)):
@@ -153,13 +239,14 @@ def _started(
 
 
 def _kill(ranks: Sequence[_Watched]) -> None:
-    """SIGKILL to every rank's process group, also where the rank itself is gone."""
-    for watched in ranks:
+    """SIGKILL to every started rank's process group, also where the rank itself is gone."""
+    processes = [w.process for w in ranks if not isinstance(w.process, _ThisProcess)]
+    for process in processes:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(watched.process.pid, signal.SIGKILL)
-    for watched in ranks:
+            os.killpg(process.pid, signal.SIGKILL)
+    for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            watched.process.wait(5.0)
+            process.wait(5.0)
 
 
 def _watch(pages: mmap.mmap, ranks: Sequence[_Watched], limits: Limits) -> None:

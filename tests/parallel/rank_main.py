@@ -1,4 +1,6 @@
-"""Ranks that go wrong as they are told: `python rank_main.py MODE`. No torch: starts fast.
+"""Ranks that go wrong as they are told: `python rank_main.py MODE`, as a rank that `run_ranks` has
+started or, started by something else, as rank 0 of three that starts the others. No torch: starts
+fast.
 
 Ranks meet by counting in files of the directory TEST_DIR; exchange k waits for all ranks.
 """
@@ -10,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+from deepdraft.errors import RankError
+from deepdraft.parallel.launch import LedRanks, Limits
 from deepdraft.parallel.rank import Rank, this_rank
 
 DIR = Path(os.environ["TEST_DIR"])
@@ -26,8 +30,11 @@ def exchange(me: Rank, number: int) -> None:
 
 def main() -> None:
     mode = sys.argv[1]
-    me = this_rank()
-    assert me is not None
+    me, led = this_rank(), None
+    if me is None:
+        limits = Limits(beat_s=1.5, step_s=60)
+        led = LedRanks([sys.executable, __file__, mode], 3, lost, limits=limits)
+        me = led.start()
     (DIR / f"pid-{me.rank}").write_text(str(os.getpid()))
     if mode == "bad-setting":
         me.end("config.json: hidden_size is odd", exit_code=2)
@@ -47,6 +54,9 @@ def main() -> None:
         time.sleep(600)
     if mode == "early" and me.rank == 1:
         sys.exit(0)
+    if led is not None:
+        led.close()
+        return
     for fd in me.commands:  # rank 0 closes, the others wait for it
         if me.rank == 0:
             time.sleep(0.3 if mode != "early" else 600)
@@ -54,6 +64,12 @@ def main() -> None:
         else:
             os.read(fd, 1)
     me.pulse.set_state("ended")
+
+
+def lost(error: RankError) -> None:
+    """Ends rank 0, which has started the others."""
+    (DIR / "lost").write_text(error.message)
+    os._exit(error.exit_code)
 
 
 def fault(mode: str, me: Rank) -> None:

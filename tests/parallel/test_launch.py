@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -151,3 +152,39 @@ def test_a_parent_that_slept_blames_no_rank(tmp_path):
         assert process.poll() is None
         process.terminate()
         assert process.wait(60) == 0
+
+
+def lead(mode: str, directory: Path) -> subprocess.Popen[bytes]:
+    env = {**os.environ, "TEST_DIR": str(directory), "PYTHONPATH": ROOT}
+    return subprocess.Popen([sys.executable, str(MAIN), mode], env=env)
+
+
+def test_rank_0_that_starts_the_others_ends_with_them(tmp_path):
+    with none_left(tmp_path):
+        assert lead("fine", tmp_path).wait(60) == 0
+    assert sorted(p.name for p in tmp_path.glob("came-2-*")) == [f"came-2-{r}" for r in range(3)]
+    assert not (tmp_path / "lost").exists()
+
+
+@pytest.mark.parametrize(
+    ("mode", "told", "code"),
+    [
+        ("die", r"rank 1 \(process \d+, step 2, exchange 1\) was killed by SIGKILL", 3),
+        ("stop", r"rank 1 .*gave no sign of life for \d+ s \(stopped by a signal\)", 3),
+        ("bad-setting", r"^config\.json: hidden_size is odd$", 2),
+    ],
+)
+def test_rank_0_that_started_the_others_hears_of_a_loss(mode, told, code, tmp_path):
+    """By then the others are gone; that it waits for them in an exchange does not matter. With the
+    wrong setting it is rank 0 itself that cannot go on."""
+    with none_left(tmp_path):
+        assert lead(mode, tmp_path).wait(60) == code
+    assert re.search(told, (tmp_path / "lost").read_text())
+
+
+def test_the_others_end_with_rank_0_that_started_them(tmp_path):
+    with none_left(tmp_path):
+        process = lead("wait", tmp_path)
+        wait_for(tmp_path / "waiting")
+        process.kill()
+        process.wait(30)
