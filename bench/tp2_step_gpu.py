@@ -6,9 +6,9 @@ equal: 22 layers, the two ranks' logits against both ranks emulated in turn on o
 stress: 40 layers without the drafter, replayed often: every replay's logits and caches against the
 step captured without programmatic launch, bit for bit, on both ranks.
 golden: the small golden checkpoint served as `serve --tp 2` does: drafted steps against plain ones.
-whole: 40 layers, drafter, one graph a step; one-shot exchange under programmatic launch at every
-row count and without it, then NCCL all-reduce, then none (the floor of this step without exchange;
-its numbers mean nothing). Starts its ranks itself; writes FILE
+whole: 40 layers, drafter, one graph a step; exchanges inside the boundaries, under programmatic
+launch at every row count and without it, as kernels of their own, by NCCL all-reduce, and none (the
+floor of this step without exchange; its numbers mean nothing). Starts its ranks itself; writes FILE
 after every figure.
 """
 
@@ -178,7 +178,7 @@ class RankBench(StepBench):
 class NcclExchange:
     """The same joins by NCCL: float32 all-reduce and all-gather (bits may differ above 2 ranks)."""
 
-    positions = None
+    positions, gives_tickets = None, False
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -354,14 +354,17 @@ def whole(group: ProcessGroup, options: argparse.Namespace, note) -> None:
     note("weights_GB_per_rank", round(bench.weights.nbytes / 1e9, 2))
     ways = {
         "one-shot, programmatic launch": bench.joins,
+        "one-shot, programmatic launch, kernels of their own": bench.joins,
         "one-shot": bench.joins,
         "nccl": RankJoins(NcclExchange(group.size), tables),
         "none": RankJoins(NoExchange(group.size), tables),
+        "none, programmatic launch": RankJoins(NoExchange(group.size), tables),
     }
+    first = next(iter(ways))
     for name, way in ways.items():
-        bench.joins = way
+        bench.joins, exchange.apart = way, "own" in name
         use_programmatic_launch("programmatic" in name)
-        for rows, experts in ROWS if "programmatic" in name else ROWS[:1]:
+        for rows, experts in ROWS if name == first else ROWS[:1]:
             if time.monotonic() - begin > options.seconds - 15:
                 note(f"{name}, rows {rows} experts {experts}", "no time left")
                 continue

@@ -15,6 +15,7 @@ from torch import Tensor
 from deepdraft.kernels.gemv import QuantRows, quantize_groups
 from deepdraft.kernels.layout import GROUP
 from deepdraft.kernels.native import boundary as native
+from deepdraft.kernels.one_shot import OneShot
 from deepdraft.kernels.rounding import round_bf16, to_bf16_rne
 from deepdraft.kernels.runtime import ROW_TILE, check, launch, next_power, wait_for_inputs
 
@@ -239,6 +240,7 @@ def boundary(
     pre: Tensor | None = None,
     hidden_out: Tensor | None = None,
     norm_eps: float = 0.0,
+    exchange: OneShot | None = None,
 ) -> tuple[Tensor, Tensor | None, QuantRows | None]:
     """From one sublayer to the next (contract: ops.boundary.boundary).
 
@@ -246,7 +248,8 @@ def boundary(
     coef float32 [R, M]; norm float32 [D]. Returns the new streams, the next sublayer's input
     bfloat16 [R, D] and the same in FP8. Without `y`: no expand. Without `norm`: no collapse. `pre`
     [R, S] collapses where it is not coef's. `hidden_out` bfloat16 [R, D] receives the collapsed
-    state before its norm.
+    state before its norm. `exchange`: of several ranks; y is this one's part, float32 [R, D] or
+    picks.
     """
     rows, streams, hidden = x.shape
     given = [t for t in (x, norm, y, shared, coef, pre, hidden_out) if t is not None]
@@ -260,8 +263,17 @@ def boundary(
     if norm is not None and mix is None:
         raise ValueError("a collapse needs pre or coef")
     usual = pre is None and hidden_out is None and native.enabled(device) and native.fits(hidden)
+    usual = usual and norm is not None
+    ticket = None
+    if exchange is not None and y is not None:
+        if usual and exchange.gives_tickets:
+            ticket = exchange.ticket(rows * hidden, rows * native.CLUSTER)
+        else:
+            y = exchange.sum_rows(y) if shared is None else exchange.sum_picks(y, shared)
+            shared, picks = None, 0
     if usual and norm is not None and y is not None and coef is not None:
-        out, u, codes, scales = native.boundary(x, norm, y, shared, coef, norm_eps=norm_eps)
+        made = native.boundary(x, norm, y, shared, coef, norm_eps=norm_eps, ticket=ticket)
+        out, u, codes, scales = made
         return out, u, QuantRows(codes, scales)
     out = torch.empty_like(x) if y is not None else x
     collapse = norm is not None

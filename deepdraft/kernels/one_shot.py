@@ -21,6 +21,7 @@ place in the step; `finish` adds the step's exchanges at its end. All ranks run 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from deepdraft.errors import EngineError
 from deepdraft.kernels.rounding import to_bf16_rne
-from deepdraft.kernels.runtime import INTERPRET, check, launch
+from deepdraft.kernels.runtime import INTERPRET, check, launch, wait_for_inputs
 
 NOT_FINITE = 256
 SPIN_LIMIT = 20_000_000
@@ -127,8 +128,9 @@ def one_shot_kernel(
     SLOT, N, WIDTH, CAPACITY, LIMIT,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PICKS: tl.constexpr,
     GATHER: tl.constexpr, ROUND: tl.constexpr, LIVE: tl.constexpr,
-    PUSH: tl.constexpr, COLLECT: tl.constexpr,
+    PUSH: tl.constexpr, COLLECT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     tag = (tl.load(count_ptr) + SLOT + 1).to(tl.int32)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < N
@@ -161,8 +163,25 @@ def one_shot_kernel(
 
 
 @triton.jit
-def advance_kernel(count_ptr, SLOTS):
+def advance_kernel(count_ptr, SLOTS, PDL: tl.constexpr):
+    wait_for_inputs(PDL)
     tl.store(count_ptr, tl.load(count_ptr) + SLOTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One exchange for a kernel that makes it itself (native/boundary.cu)."""
+
+    rank: int
+    boxes: tuple[int, ...]
+    """Address of every rank's mailbox."""
+    count: int
+    error: int
+    positions: int
+    """Addresses of the counter, the error word and the rows' positions (0: all rows count)."""
+    slot: int
+    capacity: int
+    limit: int
 
 
 class OneShot:
@@ -188,17 +207,37 @@ class OneShot:
         self.rank, self.size, self.limit, self.between = rank, size, limit, between
         self._plan, self._own, self.capacity = plan, own, own.shape[2]
         device = own.device
+        self._addresses = tuple(boxes)
         self._boxes = torch.tensor(boxes, dtype=torch.int64, device=device)
         self.count = torch.zeros(1, dtype=torch.int32, device=device)
         self.error = torch.zeros(1, dtype=torch.int32, device=device)
         """The error word; read it after a step, clear it with zero_()."""
         self.positions: Tensor | None = None
         """Of the rows in hand, int32 [R]: NaN in a row at -1 is no fault. None: all rows count."""
+        self.apart = False
+        """Every exchange is a kernel of its own (measurements)."""
         self._slot = 0
         self._most = 1 << 30
         if device.type == "cuda":
             cores = torch.cuda.get_device_properties(device).multi_processor_count
             self._most = cores * _RESIDENT
+
+    @property
+    def gives_tickets(self) -> bool:
+        """Whether other kernels may make exchanges: not where ranks are emulated in turn."""
+        return self.between is None and not self.apart and self.capacity % 2 == 0
+
+    def ticket(self, n: int, programs: int) -> Ticket:
+        """The next exchange, of n values by so many programs of up to 256 threads, for a kernel
+        that follows the rules above. All ranks take the same tickets."""
+        if n > self.capacity or 2 * programs > self._most:
+            raise ValueError(f"{n} values by {programs} programs: exchange fewer rows")
+        at = 0 if self.positions is None else self.positions.data_ptr()
+        slot, self._slot = self._slot, self._slot + 1
+        return Ticket(
+            self.rank, self._addresses, self.count.data_ptr(), self.error.data_ptr(), at, slot,
+            self.capacity, self.limit,
+        )  # fmt: skip
 
     def sum(self, x: Tensor) -> Tensor:
         """The ranks' x float32 added in rank order: float32 of x's shape."""

@@ -91,7 +91,8 @@ class DeviceDrafter:
         )  # fmt: skip
         cos, sin = angles[0], angles[1]
         x = rows.embed(inputs.ids, weights.embed, args.hc_mult)
-        flow = Flow(x, pre=self.first_mix.expand(len(inputs), -1).contiguous())
+        first = self.first_mix.expand(len(inputs), -1).contiguous()
+        flow = Flow(x, pre=first, joins=self.joins)
         for number, layer in enumerate(w.layers):
             _, _, u_quant = flow.enter(layer.attn_norm, eps)
             with self.lanes.aside("mix"):
@@ -111,9 +112,7 @@ class DeviceDrafter:
             _, v, v_quant = flow.enter(layer.ffn_norm, eps)
             with self.lanes.aside("mix"):
                 coef = run_mix(flow.x, layer.mix_ffn, args)
-            made = run_experts(
-                v, v_quant, inputs.positions, layer.experts, args, self.lanes, self.joins
-            )
+            made = run_experts(v, v_quant, inputs.positions, layer.experts, args, self.lanes)
             self.lanes.join("mix")
             flow.leave(coef, *made)
         hidden = x.new_empty(len(inputs), args.hidden_size)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepdraft.kernels import gemv
+from deepdraft.kernels import gemv, mhc
 from deepdraft.kernels.gemv import QuantRows
 from deepdraft.kernels.layout import Tiled
 from deepdraft.kernels.native.fragments import Streamed
@@ -30,9 +31,16 @@ class Joins:
         """x times a map whose columns are split: bfloat16 [R, N]."""
         return gemv.gemv(x, w)
 
-    def picks(self, y: Tensor, shared: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Outputs of the experts bfloat16 [R, K, D] and [R, D]: as the boundary takes them."""
-        return y, shared
+    def output(self, x: QuantRows | Tensor, w: Tiled | Streamed) -> Tensor:
+        """The same, as `boundary` takes it."""
+        return gemv.gemv(x, w)
+
+    def boundary(
+        self, x: Tensor, norm: Tensor | None, **more: Any
+    ) -> tuple[Tensor, Tensor | None, QuantRows | None]:
+        """`mhc.boundary` behind an `output`, or behind the experts: y their picks bfloat16
+        [R, K, D], `shared` the shared expert's [R, D]."""
+        return mhc.boundary(x, norm, **more)
 
     def logits(self, h: Tensor, head: Tiled) -> Tensor:
         """h times a map whose rows are split: float32 [R, V]."""
@@ -70,9 +78,15 @@ class RankJoins(Joins):
         """The ranks' products, added in float32 in rank order."""
         return self.exchange.sum_rows(gemv.gemv(x, w, dtype=torch.float32))
 
-    def picks(self, y: Tensor, shared: Tensor) -> tuple[Tensor, Tensor | None]:
+    def output(self, x: QuantRows | Tensor, w: Tiled | Streamed) -> Tensor:
+        """This rank's product in float32: the boundary adds the ranks'."""
+        return gemv.gemv(x, w, dtype=torch.float32)
+
+    def boundary(
+        self, x: Tensor, norm: Tensor | None, **more: Any
+    ) -> tuple[Tensor, Tensor | None, QuantRows | None]:
         """Each rank's picks and shared expert in order, then the ranks."""
-        return self.exchange.sum_picks(y, shared), None
+        return mhc.boundary(x, norm, exchange=self.exchange, **more)
 
     def logits(self, h: Tensor, head: Tiled) -> Tensor:
         """The ranks' parts of the vocabulary side by side."""

@@ -88,6 +88,7 @@ class Flow:
     coef: Tensor | None = None
     y: Tensor | None = None
     shared: Tensor | None = None
+    joins: Joins = field(default_factory=Joins)
 
     def leave(self, coef: Tensor, y: Tensor, shared: Tensor | None = None) -> None:
         """A sublayer's coefficients [R, M] and output [R, D] (or its picks and `shared`)."""
@@ -96,14 +97,16 @@ class Flow:
     def finish(self) -> None:
         """Write the output back now: something reads the streams before the next sublayer."""
         if self.y is not None:
-            self.x = mhc.boundary(self.x, None, y=self.y, shared=self.shared, coef=self.coef)[0]
+            self.x, _, _ = self.joins.boundary(
+                self.x, None, y=self.y, shared=self.shared, coef=self.coef
+            )
             self.y = self.shared = None
 
     def enter(
         self, norm: Tensor, eps: float, hidden_out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, QuantRows]:
         """Write the output back and collapse: the streams, the next input [R, D] and its FP8."""
-        self.x, u, quant = mhc.boundary(
+        self.x, u, quant = self.joins.boundary(
             self.x, norm, y=self.y, shared=self.shared, coef=self.coef, pre=self.pre,
             hidden_out=hidden_out, norm_eps=eps,
         )  # fmt: skip
@@ -159,7 +162,7 @@ def attention_out(o: Tensor, w: AttentionWeights, joins: Joins, skip: Skip = fro
     """Head outputs [R, H, C] through the grouped map: bfloat16 [R, D]."""
     if "attention_out" in skip:
         return o.flatten(1)[:, : w.wo_b.rows].contiguous()
-    return joins.rows(gemv_quant.gemv_quantized(o.flatten(1), w.wo_a, blocks=w.groups), w.wo_b)
+    return joins.output(gemv_quant.gemv_quantized(o.flatten(1), w.wo_a, blocks=w.groups), w.wo_b)
 
 
 def run_experts(
@@ -169,12 +172,11 @@ def run_experts(
     w: ExpertWeights,
     args: V41Args,
     lanes: Lanes,
-    joins: Joins,
     forced: Tensor | None = None,
     skip: Skip = frozenset(),
-) -> tuple[Tensor, Tensor | None]:
-    """v [R, D] -> picked outputs bfloat16 [R, K, D] and the shared expert's [R, D]; their sum and
-    None where ranks have joined them.
+) -> tuple[Tensor, Tensor]:
+    """v [R, D] -> picked outputs bfloat16 [R, K, D] and the shared expert's [R, D], of one of
+    several ranks its part.
 
     forced int32 [R, K]: these experts instead of the router's choice (measurements).
     """
@@ -195,7 +197,7 @@ def run_experts(
         y = moe.routed_down(up, listed, w.w2, picks=w.picks)
     if "shared" not in skip:
         lanes.join("side")
-    return joins.picks(y, shared_out)
+    return y, shared_out
 
 
 class DeviceStep:
@@ -229,7 +231,7 @@ class DeviceStep:
         memory = self.joins.table_rows(self._table_rows(places))
         x = rows.embed(inputs.ids, weights.embed, args.hc_mult)
         count = x.shape[0]
-        flow = Flow(x, pre=self.first_mix.expand(count, -1).contiguous())
+        flow = Flow(x, pre=self.first_mix.expand(count, -1).contiguous(), joins=self.joins)
         taps = x.new_empty(count, self.num_taps * args.hidden_size) if self.num_taps else None
         number = 0
         for layer, w in enumerate(weights.layers):
@@ -266,8 +268,7 @@ class DeviceStep:
             coef = run_mix(flow.x, w.mix_ffn, args, skip)
         forced = None if self.forced is None else self.forced[layer]
         made = run_experts(
-            v, v_quant, places.inputs.positions, w.experts, args, self.lanes, self.joins, forced,
-            skip,
+            v, v_quant, places.inputs.positions, w.experts, args, self.lanes, forced, skip,
         )  # fmt: skip
         self.lanes.join("mix")
         flow.leave(coef, *made)

@@ -16,8 +16,8 @@ EPS = 1e-6
 CLUSTER = boundary.CLUSTER if DEVICE == "cuda" else 2
 
 
-def emulated(device, streams, picks, cluster, threads):
-    return Emulated("boundary", boundary.macros(streams, picks), threads)
+def emulated(device, made, threads):
+    return Emulated("boundary", made, threads)
 
 
 def operands(streams, hidden, picks, rows=8):

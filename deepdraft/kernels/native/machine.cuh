@@ -113,6 +113,14 @@ __device__ __forceinline__ int arrive(int* count) {
     asm volatile("atom.add.acq_rel.gpu.s32 %0, [%1], 1;" : "=r"(before) : "l"(count) : "memory");
     return before;
 }
+// Two words each whole, seen in time by kernels of any GPU; read past the caches that these do not
+// write through.
+__device__ __forceinline__ void put_words(u64* to, u64 first, u64 second) {
+    asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(first), "l"(second) : "memory");
+}
+__device__ __forceinline__ void get_words(const u64* from, u64& first, u64& second) {
+    asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(from) : "memory");
+}
 __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, bool bf16) {
     if (bf16)
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
