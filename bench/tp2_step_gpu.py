@@ -18,6 +18,7 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -371,6 +372,38 @@ def whole(group: ProcessGroup, options: argparse.Namespace, note) -> None:
             note(f"{name}, rows {rows} experts {experts}", timed(bench, group, rows, experts))
             if "one-shot" in name:
                 exchange.check()
+        if name == first:
+            try:
+                note("timeline", timeline(bench, options, group.rank, "step"))
+            except Exception as error:
+                note("timeline", f"{type(error).__name__}: {error}"[:300])
+            exchange.check()
+
+
+def timeline(bench: RankBench, options: argparse.Namespace, rank: int, name: str) -> str:
+    """Kernels of one replay of the whole step, 6 rows: [name, start us, us, stream], in a file."""
+    from torch.profiler import ProfilerActivity, profile
+
+    graph = bench.whole(6, 22).graph
+    assert graph is not None
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    events = sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: e["ts"])
+    last = events[len(events) // 3 * 2 :]
+    begin = last[0]["ts"]
+    out = options.json.with_name(f"timeline-{name}-rank{rank}.json")
+    rows = [
+        [e["name"][:24], round(e["ts"] - begin, 2), round(e["dur"], 2), e["args"].get("stream")]
+        for e in last
+    ]
+    out.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+    return f"{len(rows)} kernels in {out.name}"
 
 
 def stress(group: ProcessGroup, options: argparse.Namespace, note) -> None:
