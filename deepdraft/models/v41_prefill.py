@@ -92,6 +92,8 @@ class DevicePrefill:
         """`chunk`: most rows that run at once (of all ranks that `share` them), a multiple of 8."""
         if chunk < 8 or chunk % 8:
             raise StateError(f"a chunk has a multiple of 8 rows, got {chunk}")
+        if share is not None and share.rows < chunk:
+            raise StateError(f"ranks share {share.rows} rows at most, a chunk has {chunk}")
         self.chunk, self.args = chunk, weights.args
         self.layers = PrefillLayers(weights, caches, plans=plans, share=share)
         self.share = self.layers.share
@@ -188,24 +190,19 @@ class DevicePrefill:
         if whole and self._replayed is not None:
             logits, taps = self._replayed.run(chunk, x, pre)
         else:
-            last = max(0, chunk.count - 1)
-            wanted = slice(0, chunk.rows if self.share.size > 1 else held)
-            wanted = wanted if all_rows else slice(last, last + 1)
-            logits, taps = self._decode(chunk, x, pre, wanted)
+            logits, taps = self._decode(chunk, x, pre, all_rows=all_rows)
             if whole and x.is_cuda and not self._tried:
                 self._tried = True
-                self._replayed = self._capture(chunk, x, pre, wanted)
-            share = self.share
-            logits = share.whole(logits, chunk) if all_rows else share.from_last(logits, chunk)
-            taps = None if taps is None else share.whole(taps, chunk)
+                self._replayed = self._capture(chunk, x, pre)
+            taps = None if taps is None else self.share.whole(taps, chunk)
         state.decoder_tokens = n
         state.tail = None
         return logits, None if taps is None else taps[:held], start
 
     def _decode(
-        self, chunk: Chunk, x: Tensor, pre: Tensor, wanted: slice
+        self, chunk: Chunk, x: Tensor, pre: Tensor, *, all_rows: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """The decoder's layers: logits of the wanted rows, taps of all."""
+        """The decoder's layers: logits of the last row or of all, taps of this rank's."""
         args, layers, taps = self.args, self.layers, None
         flow = Flow(x, pre=pre)
         if layers.num_taps:
@@ -213,16 +210,16 @@ class DevicePrefill:
         layers.run(
             chunk, flow, range(args.decoder_start, args.num_hidden_layers), write=False, taps=taps
         )
-        return layers.logits(flow, wanted), taps
+        return layers.logits(flow, chunk, all_rows=all_rows), taps
 
-    def _capture(self, chunk: Chunk, x: Tensor, pre: Tensor, wanted: slice) -> _Replayed | None:
+    def _capture(self, chunk: Chunk, x: Tensor, pre: Tensor) -> _Replayed | None:
         """The replay of a whole window as one graph: it is hundreds of short launches, which the
         host would take longer for than the device. None where it cannot be captured."""
         graph = torch.cuda.CUDAGraph()
         try:
             torch.cuda.synchronize()
             with torch.cuda.graph(graph):
-                logits, taps = self._decode(chunk, x, pre, wanted)
+                logits, taps = self._decode(chunk, x, pre, all_rows=False)
         except RuntimeError:
             logger.warning("the decoder's replay is not captured and stays slow", exc_info=True)
             return None

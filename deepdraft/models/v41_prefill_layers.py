@@ -36,7 +36,6 @@ from deepdraft.kernels import (
 )
 from deepdraft.kernels.prefill_experts import few_picks
 from deepdraft.kernels.prefill_streams import Entered, Mix
-from deepdraft.kernels.runtime import pad_rows
 from deepdraft.models.v41_buffers import DeviceCaches
 from deepdraft.models.v41_prefill_chunk import MAIN_TURN, PAIR_TURN, WINDOW_TURN, Chunk
 from deepdraft.models.v41_prefill_plan import EXPERTS_AT_ONCE, PLAIN_ROWS, plain_values
@@ -97,8 +96,7 @@ class PrefillLayers:
         plans: Plans | None = None,
         share: RowShare | None = None,
     ) -> None:
-        """`share`: of the ranks that share the rows; `weights` then are whole but for the routed
-        experts, of which each rank has a part of the width."""
+        """`share`: of the ranks that share the rows; `weights` are then cut as `PrefillCuts`."""
         self.weights, self.caches, self.args = weights, caches, weights.args
         self.share = share or RowShare()
         self.plans = plans or Plans()
@@ -120,15 +118,17 @@ class PrefillLayers:
     # ---- what a chunk runs -----------------------------------------------------------------
 
     def start(self, chunk: Chunk) -> tuple[Flow, Tensor]:
-        """Embedded rows, and the rows of every Engram table int64 [layers, R, *]."""
+        """Embedded rows, and the rows of every Engram table int64 [layers, T, *], of the rows of
+        all ranks."""
         x = rows.embed(chunk.ids, self.weights.embed, self.args.hc_mult)
         flow = Flow(x, pre=self.first_mix.expand(chunk.rows, -1).contiguous())
         tables = self.weights.hash
         if tables is None:
             return flow, chunk.positions.new_empty(0, dtype=torch.int64)
-        slots = torch.full_like(chunk.positions, chunk.slot)
+        positions = self.share.positions(chunk, chunk.positions)
+        slots = torch.full_like(positions, chunk.slot)
         found = rows.engram_rows(
-            self.caches.tokens, chunk.positions, slots, tables.token_map, tables.factors,
+            self.caches.tokens, positions, slots, tables.token_map, tables.factors,
             tables.primes, tables.offsets, tables.sizes, pad=tables.pad,
         )  # fmt: skip
         return flow, found
@@ -145,7 +145,7 @@ class PrefillLayers:
     ) -> None:
         """These layers on the chunk; the last one's output waits in `flow`. `write`: the layers
         that own entries store them. taps bfloat16 [R, taps * D] receives the drafter's input."""
-        args, number = self.args, 0
+        args, taken = self.args, 0
         if not self._mixes:
             # On first use: a pool that is only made to be measured needs none.
             self._mixes = [(_mix(w.mix_attn), _mix(w.mix_ffn)) for w in self.weights.layers]
@@ -153,12 +153,14 @@ class PrefillLayers:
             w, role = self.weights.layers[layer], args.roles[layer]
             if w.engram is not None:
                 assert table_rows is not None
-                self._inject(layer, flow, table_rows[args.engram_layer_ids.index(layer)])
+                number = args.engram_layer_ids.index(layer)
+                found = self.share.own_tables(table_rows[number], number)
+                self._inject(layer, flow, found, chunk)
             mix_attn, mix_ffn = self._mixes[layer]
             entered = self._enter(flow, w.attn_norm, mix_attn)
             if role.tap and taps is not None:
-                rows.tap(flow.x, taps, number)
-                number += 1
+                rows.tap(flow.x, taps, taken)
+                taken += 1
             flow.y = self._attention(layer, role, w.attention, entered, chunk, write)
             entered = self._enter(flow, w.ffn_norm, mix_ffn)
             flow.y, flow.shared = self._experts(w.experts, entered, chunk)
@@ -175,10 +177,13 @@ class PrefillLayers:
         raw = self._gemm(u, attention.raw, dtype=torch.float32)
         self._write_entry(layer, self.args.roles[layer], attention, raw, chunk)
 
-    def logits(self, flow: Flow, wanted: slice) -> Tensor:
-        """Of these rows, float32 [*, V]."""
-        u = self._enter(flow, self.weights.norm, None).u[wanted].contiguous()
-        return self._gemm(u, self.weights.head, dtype=torch.float32)
+    def logits(self, flow: Flow, chunk: Chunk, *, all_rows: bool) -> Tensor:
+        """Of the last row of the whole chunk, or of all, float32 [*, V]."""
+        u = self._enter(flow, self.weights.norm, None).u
+        u = self.share.whole(u, chunk) if all_rows else self.share.last(u, chunk, 1)
+        return self.share.columns(
+            self._gemm(u.contiguous(), self.weights.head, dtype=torch.float32)
+        )
 
     # ---- pieces ----------------------------------------------------------------------------
 
@@ -243,14 +248,14 @@ class PrefillLayers:
         flow.y = flow.shared = flow.pre = None
         return entered
 
-    def _inject(self, layer: int, flow: Flow, table_rows: Tensor) -> None:
+    def _inject(self, layer: int, flow: Flow, table_rows: Tensor, chunk: Chunk) -> None:
         memory = self.weights.layers[layer].engram
         assert memory is not None
         if flow.y is not None:
             flow.x = mhc.boundary(flow.x, None, y=flow.y, shared=flow.shared, coef=flow.coef)[0]
             flow.y = flow.shared = None
         found = prefill_gemm.values(engram.gather_rows(memory.values, memory.scales, table_rows))
-        kv = self._gemm(found, memory.wkv)
+        kv = self._gemm(self.share.table_values(found, chunk), memory.wkv)
         flow.x = engram.inject(flow.x, kv, memory.gate, norm_eps=self.args.rms_norm_eps)
 
     def _attention(
@@ -276,7 +281,7 @@ class PrefillLayers:
         )  # fmt: skip
         before, (kept, ring_rows) = args.sliding_window - 1, chunk.kept
         end = before + chunk.total
-        self.share.fill(window[before:end], chunk)
+        self.share.fill_window(window, before, chunk)
         caches.window[layer].index_copy_(0, ring_rows, window[end - kept : end])
         window = window[chunk.offset : chunk.offset + before + chunk.rows]
         query = self._gemm(prefill_gemm.values(c), w.w_query)
@@ -331,7 +336,7 @@ class PrefillLayers:
         before = self.args.sliding_window - 1
         need = before + max(chunk.offset + chunk.rows, chunk.total)
         if self._window is None or self._window.shape[0] < need:
-            self._window = ring.new_zeros(need, ring.shape[1])
+            self._window = self.share.window(need, ring)
         window = self._window[:need]
         torch.index_select(ring, 0, chunk.ring_before, out=window[:before])
         return window
@@ -359,13 +364,13 @@ class PrefillLayers:
         )
         whole_first, size = chunk.first - chunk.offset, caches.entries[role.ratio - 1]
         made = slice(whole_first // role.ratio, (whole_first + chunk.total) // role.ratio)
-        for entries in (caches.main[layer], caches.index[layer]):
-            own = entries[chunk.slot * size : (chunk.slot + 1) * size][made]
-            self.share.fill(own, chunk, ratio=role.ratio)
+        own = slice(chunk.slot * size, (chunk.slot + 1) * size)
+        entries = (caches.main[layer][own][made], caches.index[layer][own][made])
+        self.share.fill_entries(*entries, chunk, ratio=role.ratio)
         if role.ratio == 2:
             kept, ring_rows = chunk.pending
             width = caches.pending[layer].shape[1]
-            new = self.share.whole(raw[:, :width], chunk)[chunk.total - kept : chunk.total]
+            new = self.share.last(raw[:, :width], chunk, kept)
             caches.pending[layer].index_copy_(0, ring_rows, new)
 
     def _select(
@@ -410,37 +415,43 @@ class PrefillLayers:
             base, reach = chunk.base[role.ratio][some], chunk.reach[role.ratio][some]
             blocks = chunk.blocks[number] if role.restricted else None
             entries = caches.entries[role.ratio - 1]
+            best = None
+            if blocks is None:
+                best = index.best_space(
+                    len(reach), entries, *queries.shape[1:], device=queries.device
+                )
             scores = index.index_scores(
                 queries[some], raw[some], caches.index[role.kv_source], base, reach,
                 capacity=entries if blocks is None else keep * block, skip=skip, blocks=blocks,
-                **weights,
+                best=best, **weights,
             )  # fmt: skip
             if role.publishes_candidates:
                 chunk.blocks.append(
-                    index.candidate_blocks(scores, reach, block=block, keep=keep, skip=skip)
+                    index.candidate_blocks(
+                        scores, reach, block=block, keep=keep, skip=skip, best=best
+                    )
                 )
-            found.append(index.select_top(scores, base, reach, k, skip=skip, blocks=blocks))
+            found.append(
+                index.select_top(scores, base, reach, k, skip=skip, blocks=blocks, best=best)
+            )
         parts = zip(*((s.entries, s.address, s.counts) for s in found), strict=True)
         return index.Selected(*(torch.cat(part) for part in parts))
 
-    def _experts(
-        self, w: ExpertWeights, entered: Entered, chunk: Chunk
-    ) -> tuple[Tensor, Tensor | None]:
-        """Picked outputs bfloat16 [R, K, D] and the shared expert's [R, D]; or their sum."""
-        args, limit, v = self.args, self.args.swiglu_limit, entered.quantised
+    def _experts(self, w: ExpertWeights, entered: Entered, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """Outputs bfloat16 [R, *, D] by pick (where ranks share rows: by rank), and the shared
+        expert's [R, D]."""
+        args, limit, v, share = self.args, self.args.swiglu_limit, entered.quantised, self.share
+        share.send_inputs(v, chunk)
         logits = self._gemm(entered.u, w.gate, dtype=torch.float32)
         picks, weights = routing.route(
             logits, w.bias, chunk.positions, k=w.picks, scale=args.routed_scaling_factor,
             temperature=args.gate_temp,
         )  # fmt: skip
+        share.send_picks(picks, weights, chunk)
         hidden = moe.swiglu_rows(self._gemm(v, w.shared13), limit=limit)
         shared = self._gemm(prefill_gemm.values(hidden), w.shared2)
-        share = self.share
-        if share.size == 1:
-            return self._routed(w, v, picks, weights), shared
-        v, picks, weights = (pad_rows(share.whole(x, chunk)) for x in (v, picks, weights))
-        picks[chunk.total :] = -1
-        return share.own_sum(self._routed(w, v, picks, weights), shared, chunk), None
+        picked = self._routed(w, *share.routed(v, picks, weights, chunk))
+        return share.sums(picked, chunk), shared
 
     def _routed(self, w: ExpertWeights, v: Tensor, picks: Tensor, weights: Tensor) -> Tensor:
         """Picked outputs bfloat16 [R, K, D]."""

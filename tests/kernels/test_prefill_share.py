@@ -9,12 +9,23 @@ import torch
 
 from deepdraft.arch import V41Args
 from deepdraft.engine.dummy import DummyWeights
+from deepdraft.kernels.cache import record_bytes
+from deepdraft.kernels.prefill_share import sum_of_picks
 from deepdraft.models.v41_device import DevicePool
 from deepdraft.models.v41_prefill import DevicePrefill
-from deepdraft.models.v41_prefill_share import ExpertCuts, RowShare, part_of, rows_each
+from deepdraft.models.v41_prefill_share import (
+    PrefillCuts,
+    Regions,
+    RowShare,
+    exchange_bytes,
+    own_tables,
+    part_of,
+    rows_each,
+)
 from deepdraft.models.v41_weights import load_weights
 from deepdraft.ops.engram_hash import engram_tables
 from deepdraft.parallel.group import run_in_turn
+from deepdraft.parallel.peers import OneProcessMemory
 from deepdraft.parallel.shards import SlicedSource
 from tests.kernels import prefill_tiny as tiny
 from tests.kernels.interpreter import DEVICE
@@ -25,6 +36,7 @@ class Part:
     first: int
     offset: int
     total: int
+    rows: int
 
 
 CASES = [(0, 1), (0, 40), (7, 40), (6, 41), (1, 3), (3, 8), (5, 130)]
@@ -40,46 +52,77 @@ def test_parts_of_a_chunk(first, total, size):
     assert all((first + part.start) % 2 == 0 for part in parts[1:] if part.start < total)
 
 
+@functools.cache
+def memories(size: int, rows: int) -> tuple[torch.Tensor, ...]:
+    """Filled with what must not be read."""
+    nbytes = exchange_bytes(args(), rows, size)
+    return tuple(torch.full((nbytes,), 255, dtype=torch.uint8) for _ in range(size))
+
+
+def share_of(group, rows: int, tables=()) -> RowShare:
+    if group.size == 1:
+        return RowShare()
+    memory = OneProcessMemory(memories(group.size, rows), group)
+    return RowShare(group, Regions(args(), rows, memory), tables)
+
+
 @pytest.mark.parametrize("first, total", CASES)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_what_ranks_exchange(first, total, size):
+    a = args()
     generator = torch.Generator().manual_seed(first + total)
-    rows = torch.randn(total, 3, generator=generator)
-    entries = torch.randn((first + total) // 2 - first // 2, 5, generator=generator)
-    picked = torch.randn(size, total + 2, 4, 32, generator=generator).bfloat16()
-    shared = torch.randn(total, 32, generator=generator).bfloat16()
+    codes = functools.partial(torch.randint, 0, 256, dtype=torch.uint8, generator=generator)
+    main, index = record_bytes("main", a.head_dim), record_bytes("index", a.index_head_dim)
+    made = (first + total) // 2 - first // 2
+    window, entries = codes((total + 5, record_bytes("window", a.head_dim))), codes((made, main))
+    keys, rows = codes((made, index)), torch.randn(total, a.hidden_size, generator=generator)
+    picks, k = torch.randint(0, 5, (total, 4), generator=generator), a.num_experts_per_tok
+    picks, weights = picks[:, :k].int(), torch.rand(total, k, generator=generator)
+    values = torch.randn(size, total, 32 // size, generator=generator).bfloat16()
+    picked = torch.randn(size, total + 2, 4, a.hidden_size, generator=generator).bfloat16()
 
     def work(group):
-        share = RowShare(group)
+        np.seterr(all="ignore")
+        share = share_of(group, 136)
         own = part_of(first, total, size, group.rank)
-        chunk = Part(first + own.start, own.start, total)
         count, most = own.stop - own.start, max(8, rows_each(first, total, size))
-        mine = torch.full((most, 3), torch.nan)
-        mine[:count] = rows[own]
-        out = [share.whole(mine, chunk)[:total], share.last(mine, chunk, 6)]
-        for values, ratio in ((rows, 1), (entries, 2)):
-            held = torch.full_like(values, torch.nan)
-            at = slice(*((first + n) // ratio - first // ratio for n in (own.start, own.stop)))
-            held[at] = values[at]
-            share.fill(held, chunk, ratio=ratio)
-            out.append(held)
-        out.append(share.from_last(torch.tensor([group.rank]), chunk))
-        if size > 1:
-            mine = torch.zeros(most, 32, dtype=torch.bfloat16)
-            mine[:count] = shared[own]
-            out.append(share.own_sum(picked[group.rank], mine, chunk)[:count])
-        return out
+        chunk = Part(first + own.start, own.start, total, -(-most // 16) * 16)
+
+        def mine(x, value=torch.nan):
+            part = torch.full((chunk.rows, *x.shape[1:]), value, dtype=x.dtype)
+            part[:count] = x[own]
+            return part
+
+        ends = (share.whole(mine(rows), chunk), share.last(mine(rows), chunk, 6))
+        records = share.window(chunk.rows + total + 5, window)
+        records[:5] = window[:5]
+        records[5 + own.start : 5 + own.stop] = window[5 + own.start : 5 + own.stop]
+        share.fill_window(records, 5, chunk)
+        at = slice(*((first + n) // 2 - first // 2 for n in (own.start, own.stop)))
+        held = torch.zeros_like(entries), torch.zeros_like(keys)
+        held[0][at], held[1][at] = entries[at], keys[at]
+        share.fill_entries(*held, chunk, ratio=2)
+        sent = mine(rows.bfloat16()), mine(picks, -1), mine(weights)
+        share.send_inputs(sent[0], chunk)
+        share.send_picks(*sent[1:], chunk)
+        got = [x.clone() for x in share.routed(*sent, chunk)]
+        sums = share.sums(picked[group.rank], chunk)[:count].clone()
+        tables = share.table_values(values[group.rank], chunk)[:count, : 32 // size * size].clone()
+        return ends, records[: total + 5].clone(), held, got, sums, tables
 
     found = run_in_turn(size, work)
-    last = max(r for r in range(size) if range(total)[part_of(first, total, size, r)])
-    for whole, tail, window, made, of, *_ in found:
-        assert torch.equal(whole, rows) and torch.equal(tail, rows[-6:])
-        assert torch.equal(window, rows) and torch.equal(made, entries)
-        assert of.item() == last
-    if size > 1:
-        want = picked[:, :total].double().sum((0, 2)) + shared.double()
-        got = torch.cat([out[-1] for out in found]).double()
-        torch.testing.assert_close(got, want, rtol=2.0**-8, atol=1e-5)
+    for ends, records, held, (v, p, w), *_ in found:
+        assert torch.equal(ends[0], rows) and torch.equal(ends[1], rows[-6:])
+        assert torch.equal(held[0], entries) and torch.equal(held[1], keys)
+        assert torch.equal(v[:total], rows.bfloat16()) and torch.equal(w[:total], weights)
+        assert torch.equal(p[:total], picks) and bool((p[total:] == -1).all())
+        if size > 1:
+            assert torch.equal(records, window)
+    sums = torch.cat([out[-2] for out in found])
+    want = [sum_of_picks(y[:total]) for y in picked] if size > 1 else picked[0, :total].unbind(1)
+    assert torch.equal(sums, torch.stack(list(want), 1))
+    tables = torch.cat([out[-1] for out in found])
+    assert torch.equal(tables, torch.cat(values.unbind(0), 1))
 
 
 def args() -> V41Args:
@@ -104,17 +147,25 @@ def source() -> DummyWeights:
     return DummyWeights(args(), device="cpu", seed=5)
 
 
+def cuts_of(size: int) -> PrefillCuts:
+    primes = engram_tables(args()).primes.reshape(1, -1).tolist()
+    return PrefillCuts(args(), size, dict(zip(args().engram_layer_ids, primes, strict=True)))
+
+
 def read(group, text, cuts):
     """A prompt in parts, each to its logits: caches, and the last logits."""
     np.seterr(all="ignore")  # of this thread: integers that wrap are no mistake in a kernel
-    given = source()
+    given, plan, tables = source(), cuts_of(group.size), ()
     if group.size > 1:
-        given = SlicedSource(given, ExpertCuts(args(), group.size), group.rank)
+        given = SlicedSource(given, plan, group.rank)
+        tables = own_tables(args(), plan, group.rank)
     weights = load_weights(args(), given, range(tiny.VOCABULARY), device=DEVICE, drafter=False)
     assert weights.layers[0].experts.w2.cols == 128 // group.size
     assert weights.layers[0].experts.shared2.cols == 128
     pool = DevicePool(args(), num_sequences=2, max_tokens=64, slack=8, device=DEVICE)
-    prefill = DevicePrefill(weights, pool.caches, chunk=24, plans=tiny.PLANS, share=RowShare(group))
+    prefill = DevicePrefill(
+        weights, pool.caches, chunk=24, plans=tiny.PLANS, share=share_of(group, 24, tables)
+    )
     pool.open()
     state, logits = pool.open(), None
     with torch.inference_mode():
