@@ -21,6 +21,7 @@ from deepdraft.kernels.attention import scaled_bf16, spread, unpack_pairs
 from deepdraft.kernels.cache import record_bytes, turn_pairs
 from deepdraft.kernels.gemv import dot_bf16
 from deepdraft.kernels.index_scores import score_rows
+from deepdraft.kernels.native import scores as native_scores
 from deepdraft.kernels.native import select as native
 from deepdraft.kernels.rounding import (
     E2M1_CARRY,
@@ -306,6 +307,20 @@ def index_queries(
     return out
 
 
+def best_space(
+    rows: int, capacity: int, heads: int, channels: int, device: torch.device
+) -> Tensor | None:
+    """Room for the best score of every 32 entries, float32 [R, capacity / 32]: `index_scores` fills
+    it and the selections read it, where rows are too long for one look at each score; else None."""
+    on = native.enabled(device) and native_scores.enabled(device)
+    if not on or capacity <= native.MOST or not native_scores.fits(heads, channels):
+        return None
+    groups = -(-capacity // native_scores.GROUP)
+    if groups > native.MOST:
+        return None
+    return torch.empty(rows, groups, dtype=torch.float32, device=device)
+
+
 def index_scores(
     queries: Tensor,
     raw_weights: Tensor,
@@ -318,6 +333,7 @@ def index_scores(
     weight_start: int = 0,
     skip: int = 0,
     blocks: Blocks | None = None,
+    best: Tensor | None = None,
 ) -> Tensor:
     """Scores float32 [R, capacity] (contract: ops.index.index_scores).
 
@@ -325,7 +341,7 @@ def index_scores(
     rounded, scaled and rounded again; keys uint8 [*, C/2 + C/32]; base int32 [R]: row of each
     sequence's first entry; reach int32 [R]. Only positions below the reach are written, none for a
     reach of at most `skip`. With `blocks` position p stands for entry p % size of block p // size
-    of the row's list, and capacity is theirs.
+    of the row's list, and capacity is theirs. best: as `best_space` gives it, without blocks.
     """
     rows, heads, channels = queries.shape
     given = (queries, raw_weights, keys, base, reach)
@@ -336,9 +352,15 @@ def index_scores(
     if blocks is not None and capacity < keep * blocks.size:
         raise ValueError(f"{capacity=} is less than {keep} blocks of {blocks.size} entries")
     weights: dict[str, Any] = {"weight_start": weight_start, "weight_scale": weight_scale}
-    if blocks is None:
+    native_fits = native_scores.enabled(device) and native_scores.fits(heads, channels)
+    if best is not None and (blocks is not None or not native_fits):
+        raise ValueError("the best of every 32 entries are made with all scores of a row only")
+    if blocks is None and not native_fits:
         return score_rows(*given, capacity=capacity, skip=skip, **weights)
     scores = torch.empty(rows, capacity, dtype=torch.float32, device=device)
+    if blocks is None:
+        native_scores.score(*given, scores, best, skip=skip, **weights)
+        return scores
     launch(
         score_blocks_kernel, (-(-capacity // _SCORE_TILE), rows),
         queries, raw_weights, keys, base, reach, blocks.numbers, blocks.counts, scores,
@@ -350,23 +372,34 @@ def index_scores(
 
 
 def candidate_blocks(
-    scores: Tensor, reach: Tensor, *, block: int, keep: int, skip: int, tile: int = SELECT_TILE
+    scores: Tensor,
+    reach: Tensor,
+    *,
+    block: int,
+    keep: int,
+    skip: int,
+    tile: int = SELECT_TILE,
+    best: Tensor | None = None,
 ) -> Blocks:
     """The blocks that stay (contract: ops.index.candidate_blocks): scores float32 [R, N], reach
-    int32 [R]. A row whose reach is at most `skip` keeps all; its scores are not read."""
+    int32 [R]; best: what `index_scores` filled. A row whose reach is at most `skip` keeps all; its
+    scores are not read."""
     device = check(scores, reach)
     rows, capacity = scores.shape
     if skip > block * keep:
         raise ValueError(f"{keep} blocks of {block} do not hold {skip=} entries")
+    if best is not None and native_scores.GROUP % block == 0:
+        found = _select_grouped(scores, best, reach, reach, keep, skip=skip, block=block)
+        return Blocks(found.entries, found.counts, block)
     total = -(-capacity // block)
-    best = torch.empty(rows, total, dtype=torch.float32, device=device)
+    of_blocks = torch.empty(rows, total, dtype=torch.float32, device=device)
     side = next_power(block)
     per_program = max(1, 2048 // side)
     launch(
         block_best_kernel, (rows, -(-total // per_program)),
-        scores, reach, best, capacity, total, skip, block, BP=side, N=per_program,
+        scores, reach, of_blocks, capacity, total, skip, block, BP=side, N=per_program,
     )  # fmt: skip
-    found = _select(best, reach, reach, keep, skip=skip, div=block, tile=tile)
+    found = _select(of_blocks, reach, reach, keep, skip=skip, div=block, tile=tile)
     return Blocks(found.entries, found.counts, block)
 
 
@@ -379,18 +412,48 @@ def select_top(
     skip: int,
     blocks: Blocks | None = None,
     tile: int = SELECT_TILE,
+    best: Tensor | None = None,
 ) -> Selected:
     """The k best reachable entries of each row, ascending (contract: ops.index.select_top).
 
-    scores float32 [R, N] as `index_scores` gives them, with the same blocks. A row whose reach is
-    at most `skip` (at most k) takes every entry; its scores are not read.
+    scores float32 [R, N] as `index_scores` gives them, with the same blocks; best: what it filled.
+    A row whose reach is at most `skip` (at most k) takes every entry; its scores are not read.
     """
     if skip > k:
         raise ValueError(f"{skip=} entries do not fit {k} places")
+    if best is not None and blocks is None:
+        return _select_grouped(scores, best, reach, base, k, skip=skip)
     length, mul = (reach, 1) if blocks is None else (blocks.counts, blocks.size)
     return _select(
         scores, reach, length, k, skip=skip, mul=mul, base=base, blocks=blocks, tile=tile
     )
+
+
+def _select_grouped(
+    scores: Tensor, best: Tensor, reach: Tensor, base: Tensor, k: int, *, skip: int, block: int = 0
+) -> Selected:
+    """By two levels: the K best lie in the K groups of 32 entries with the best scores. block: the
+    best blocks of so many entries instead, the newest one among them; 0: entries."""
+    check(scores, best, reach, base)
+    group = native_scores.GROUP
+    groups, found = (_room(scores.shape[0], k, scores.device) for _ in range(2))
+    native.select(
+        best, reach, reach, base, groups.entries, groups.address, groups.counts,
+        skip=skip, mul=1, div=group, blocks=None, newest=block > 0,
+    )  # fmt: skip
+    each = max(block, 1)
+    native.select(
+        scores, reach, groups.counts, base, found.entries, found.address, found.counts,
+        skip=skip, mul=group // each, div=1, blocks=(groups.entries, group // each),
+        gather=each, newest=block > 0,
+    )  # fmt: skip
+    return found
+
+
+def _room(rows: int, k: int, device: torch.device) -> Selected:
+    entries = torch.empty(rows, k, dtype=torch.int32, device=device)
+    counts = torch.empty(rows, dtype=torch.int32, device=device)
+    return Selected(entries, torch.empty_like(entries), counts)
 
 
 def _select(
@@ -409,16 +472,15 @@ def _select(
     """length: int32 [R]; (length * mul) / div, rounded up, scores of a row count."""
     device = check(scores, reach, length)
     rows, capacity = scores.shape
-    entries = torch.empty(rows, k, dtype=torch.int32, device=device)
-    address = torch.empty_like(entries)
-    taken = torch.empty(rows, dtype=torch.int32, device=device)
+    found = _room(rows, k, device)
+    entries, address, taken = found.entries, found.address, found.counts
     if native.enabled(device) and capacity <= native.MOST:
         native.select(
             scores, reach, length, reach if base is None else base, entries, address, taken,
             skip=skip, mul=mul, div=div,
             blocks=None if blocks is None else (blocks.numbers, blocks.size),
         )  # fmt: skip
-        return Selected(entries, address, taken)
+        return found
     tile = max(tile, 2 * next_power(k))
     sizes, first, places = (k, skip, mul, div), True, entries
     while capacity > tile:
@@ -439,4 +501,4 @@ def _select(
         FIRST=first, BLOCK=0 if blocks is None else blocks.size, KP=next_power(k), N=side,
         num_warps=max(1, min(32, side // 512)),
     )  # fmt: skip
-    return Selected(entries, address, taken)
+    return found

@@ -389,12 +389,19 @@ class DeviceStep:
         skip = min(args.index_topk, keep * block) if two_level else args.index_topk
         blocks = places.blocks if role.restricted else None
         entries = caches.entries[role.ratio - 1]
+        best = None
+        if blocks is None:
+            best = index.best_space(len(queries), entries, heads, width, queries.device)
         scores = index.index_scores(
             queries, raw, caches.index[role.kv_source], base, reach,
             capacity=entries if blocks is None else keep * block,
             weight_scale=width**-0.5 * heads**-0.5, weight_start=raw.shape[1] - heads, skip=skip,
-            blocks=blocks,
+            blocks=blocks, best=best,
         )  # fmt: skip
         if role.publishes_candidates:
-            places.blocks = index.candidate_blocks(scores, reach, block=block, keep=keep, skip=skip)
-        return index.select_top(scores, base, reach, args.index_topk, skip=skip, blocks=blocks)
+            places.blocks = index.candidate_blocks(
+                scores, reach, block=block, keep=keep, skip=skip, best=best
+            )
+        return index.select_top(
+            scores, base, reach, args.index_topk, skip=skip, blocks=blocks, best=best
+        )

@@ -142,7 +142,7 @@ def test_a_kernel_is_loaded_with_the_memory_that_its_source_was_told(monkeypatch
         attend.macros(32, 16),
         boundary.macros(4, 6),
         route.macros(96, 6),
-        select.macros(8192),
+        select.macros(8192, 0),
         stream.macros(stream.UP, plan, 0),
     ):
         assert own["SHARED_BYTES"] > 0

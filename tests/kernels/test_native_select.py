@@ -16,8 +16,8 @@ from tests.kernels.emulated.sources import Emulated, switched
 pytestmark = pytest.mark.skipif(not CAN_RUN, reason="needs a CUDA device, or g++")
 
 
-def emulated(device, most):
-    return Emulated("select", select.macros(most), select.THREADS)
+def emulated(device, most, gather):
+    return Emulated("select", select.macros(most, gather), select.THREADS)
 
 
 def switched_on(test):

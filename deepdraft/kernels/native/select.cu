@@ -1,5 +1,9 @@
 // The K best scores of a row, ascending by place, sm_90: one block a row (kernels.index.select_top).
 //
+// Rows too long for this go by two levels. The K best lie in the K groups whose best scores are the best,
+// lower groups first among equals: each group before another has an entry that comes before all of the
+// other's. So the first level selects groups by their best scores, the second reads those groups only.
+//
 // The row is read once, into shared memory. A histogram of scores finds the bin of the K-th best, the
 // bin's few scores are compared with one another; where a bin holds many (equal or close ones),
 // histograms of what is left of the range follow. Equal scores are taken from the front. Integer
@@ -7,12 +11,14 @@
 //
 // Built once for each size of rows (deepdraft/kernels/native/build.py):
 //   PLACES  scores of a row, a multiple of 1,024   SHARED_BYTES of dynamic shared memory
+//   GATHER  0: scores are read by place; n: a place is the best of n scores of its entry
 //
 // Letters: R rows.
 
 #include "machine.cuh"
 
 constexpr int THREADS = 1024, WARPS = 32, BINS = 2 * THREADS, BATCH = 8;
+constexpr u32 INFINITE = 0xFF800000u;   // the key of +infinity
 
 struct Params {
     const float* scores;   // [R, capacity]
@@ -24,7 +30,32 @@ struct Params {
     int* address;          // the same plus base
     int* counts;           // [R]
     int capacity, picks, skip, mul, div, keep, block;
+    int newest;            // the last place comes before all
 };
+
+// The entry of a place.
+__device__ __forceinline__ int entry_of(const Params& p, int row, int place) {
+    if (!p.blocks) return place;
+    return p.blocks[(long long)row * p.keep + place / p.block] * p.block + place % p.block;
+}
+
+// The score of a place; -inf where there is none.
+__device__ __forceinline__ float score_at(const Params& p, int row, int place, int reach) {
+    const float* scores = p.scores + (long long)row * p.capacity;
+    if (!GATHER) return scores[place];
+    const int first = entry_of(p, row, place) * GATHER;
+    float best = -__uint_as_float(0x7F800000u);
+#pragma unroll
+    for (int i = 0; i < GATHER; i++)
+        if (first + i < reach) best = fmaxf(best, scores[first + i]);
+    return best;
+}
+
+// Whether a place is the one of the last entry.
+__device__ __forceinline__ bool is_newest(const Params& p, int row, int place, int length, int reach) {
+    if (!GATHER) return place == length - 1;
+    return place < length && entry_of(p, row, place) == (reach - 1) / max(GATHER, 1);
+}
 
 // A score as an integer of the same order; 0 where there is none (-inf, NaN); the two zeros are one.
 __device__ __forceinline__ u32 key_of(float score) {
@@ -203,11 +234,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) select_kernel(const __grid
     launch_dependents();   // what follows may start to wait
     dependency_wait();
     const int reach = p.reach[row], base = p.base[row];
-    const int length = min(p.capacity, (p.length[row] * p.mul + p.div - 1) / p.div);
+    const int most = GATHER ? p.keep * p.block : p.capacity;
+    const int length = min(most, (p.length[row] * p.mul + p.div - 1) / p.div);
     int* entries = p.entries + (long long)row * p.picks;
     int* address = p.address + (long long)row * p.picks;
     if (reach <= p.skip) {
-        int total = min(p.blocks ? reach : length, p.picks);
+        const int each = max(GATHER, 1);
+        int total = min(p.blocks ? (reach + each - 1) / each : length, p.picks);
         if (t == 0) p.counts[row] = total;
         for (int k = t; k < p.picks; k += THREADS) {
             entries[k] = k < total ? k : -1;
@@ -215,7 +248,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) select_kernel(const __grid
         }
         return;
     }
-    const float* scores = p.scores + (long long)row * p.capacity;
     const int turns = (length + THREADS - 1) / THREADS;
     u32 low = ~0u, high = 0;
     int valid = 0;
@@ -224,12 +256,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) select_kernel(const __grid
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
             int place = (j + i) * THREADS + t;
-            found[i] = place < length ? scores[place] : -__uint_as_float(0x7F800000u);
+            found[i] = place < length ? score_at(p, row, place, reach) : -__uint_as_float(0x7F800000u);
         }
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
             if (j + i >= turns) continue;
             u32 key = key_of(found[i]);
+            if (p.newest && is_newest(p, row, (j + i) * THREADS + t, length, reach)) key = INFINITE;
             s.keys[(j + i) * THREADS + t] = key;
             if (key) low = min(low, key), high = max(high, key), valid++;
         }
@@ -257,9 +290,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) select_kernel(const __grid
         const u32 key = s.keys[j * THREADS + t];
         const int rank = s.counts[j * WARPS + warp] + __popc(__ballot_sync(~0u, best(key)) & lanes_before);
         if (best(key)) {
-            int entry = j * THREADS + t;
-            if (p.blocks)
-                entry = p.blocks[(long long)row * p.keep + entry / p.block] * p.block + entry % p.block;
+            const int entry = entry_of(p, row, j * THREADS + t);
             entries[rank] = entry, address[rank] = entry + base;
         }
     }

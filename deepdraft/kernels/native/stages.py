@@ -10,8 +10,8 @@ import torch
 
 from deepdraft.kernels.native import stream
 
-STAGES = ("attend", "boundary", "route", "select")
-_chosen = set(STAGES)
+STAGES = ("attend", "boundary", "route", "scores", "select")
+_chosen = set(STAGES) - {"scores"}  # not run on a GPU yet
 
 
 def use(stages: Iterable[str]) -> None:

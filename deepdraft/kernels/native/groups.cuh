@@ -1,0 +1,41 @@
+// Products of warp groups (wgmma, sm_90a): rows of A in registers, B in shared memory.
+// tests/kernels/emulated has their counterparts on a CPU.
+
+// B as its rows [N, 64] of bf16 in shared memory, 128 bytes each, 16-byte parts turned by the row's
+// number (part p of row n stands at p ^ n % 8); `at` is a multiple of 1,024, plus 32 bytes a step.
+__device__ __forceinline__ u64 matrix_of(u32 at) {
+    return (u64)(at >> 4 & 0x3FFF) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
+}
+
+#ifndef EMULATED
+// c[64 x 64] of a warp group = a[64 x 16] b[64 x 16]^T, plus what it was where `add`.
+__device__ __forceinline__ void multiply_group(float (&c)[32], const u32 (&a)[4], u64 b, bool add) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "{%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]),
+          "+f"(c[7]), "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]),
+          "+f"(c[14]), "+f"(c[15]), "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]),
+          "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]), "+f"(c[24]), "+f"(c[25]),
+          "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), "+f"(c[30]), "+f"(c[31])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
+}
+// Registers written before are those that the products after it read.
+__device__ __forceinline__ void products_begin() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void products_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void products_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+// Sums are not looked at before this.
+__device__ __forceinline__ void hold(float (&c)[32]) {
+#pragma unroll
+    for (int i = 0; i < 32; i++) asm volatile("" : "+f"(c[i])::"memory");
+}
+#endif

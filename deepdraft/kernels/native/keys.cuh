@@ -1,0 +1,112 @@
+// Index keys as operands of warp groups, and the sum over heads: what scoring kernels share.
+//
+// A record has 64 bytes of E2M1 codes (even channel low, odd channel high) and 4 E8M0 scales. Thread t
+// of four takes word t of each group of 32 channels; its code i is channel 8 t + i of the group. Steps of
+// 16 channels so have an order of their own, and queries are put into shared memory in the same one.
+//
+// Letters: H index heads, C index channels, K keys.
+
+constexpr int HEADS = 32, CHANNELS = 128, RECORD = 68, PANEL = 8192;
+
+struct KeyWords { u32 codes[2][4], scales[2]; };   // of keys g and g + 8 of a warp's 16
+
+__device__ __forceinline__ u32 ask_word(const u32* from) {
+#ifdef EMULATED
+    return *from;
+#else
+    u32 v;
+    asm volatile("ld.global.nc.L2::128B.u32 %0, [%1];" : "=r"(v) : "l"(from));
+    return v;
+#endif
+}
+
+// Ask for keys first + g and first + g + 8; from `end` on for the last one.
+__device__ __forceinline__ void ask_keys(KeyWords& k, const u8* keys, int first, int end) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int entry = min(first + lane / 4 + 8 * i, end - 1);
+        const u32* from = (const u32*)(keys + (long long)entry * RECORD);
+#pragma unroll
+        for (int j = 0; j < 4; j++) k.codes[i][j] = ask_word(from + 4 * j + lane % 4);
+        k.scales[i] = ask_word(from + 16);
+    }
+}
+
+// Their values: steps of 16 channels as rows of A. A magnitude's bits stand where a bf16 number has the
+// end of its exponent and the begin of its mantissa: 2**-126 times the value, subnormals too.
+__device__ __forceinline__ void key_values(u32 (&a)[8][4], const KeyWords& k) {
+    constexpr u32 SIZE = 0x01C001C0, SIGN = 0x80008000, UP = 0x7E807E80;
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const u32 x = k.codes[i][j], e = k.scales[i] >> 8 * j & 255, scale = (e << 7) | (e << 23);
+            a[2 * j][i] = ((x << 6) & SIZE) | ((x << 12) & SIGN);           // codes 0 and 4
+            a[2 * j][2 + i] = ((x << 2) & SIZE) | ((x << 8) & SIGN);        // 1 and 5
+            a[2 * j + 1][i] = ((x >> 2) & SIZE) | ((x << 4) & SIGN);        // 2 and 6
+            a[2 * j + 1][2 + i] = ((x >> 6) & SIZE) | (x & SIGN);           // 3 and 7
+#pragma unroll
+            for (int v = 0; v < 4; v++) {
+                u32& pair = a[2 * j + v / 2][2 * (v % 2) + i];
+                pair = times_bf16(times_bf16(pair, UP), scale);
+            }
+        }
+}
+
+// Channels 32 j.. of one head of one row into column n (of 64) of a pair of rows at `pair`, a multiple of
+// 1,024: two panels of 64 channels. from: null for zeros.
+__device__ __forceinline__ void put_query(u8* pair, int n, int j, const u16* from) {
+    u32 q[16];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const uint4 v = from ? ((const uint4*)from)[i] : make_uint4(0, 0, 0, 0);
+        q[4 * i] = v.x, q[4 * i + 1] = v.y, q[4 * i + 2] = v.z, q[4 * i + 3] = v.w;
+    }
+#pragma unroll
+    for (int w = 0; w < 4; w++) {   // every fourth channel from w on
+        u32 d[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            d[i] = __byte_perm(q[4 * i + w / 2], q[4 * i + 2 + w / 2], w % 2 ? 0x7632 : 0x5410);
+        *(uint4*)(pair + j / 2 * PANEL + n * 128 + ((4 * (j % 2) + w ^ n % 8) << 4)) =
+            make_uint4(d[0], d[1], d[2], d[3]);
+    }
+}
+
+// Dots of 64 keys of a warp group with PAIRS pairs of rows whose queries begin at `queries`.
+template <int PAIRS>
+__device__ __forceinline__ void all_dots(float (&c)[PAIRS][32], const u32 (&a)[8][4], u32 queries) {
+    products_begin();
+#pragma unroll
+    for (int s = 0; s < 8; s++)
+#pragma unroll
+        for (int p = 0; p < PAIRS; p++)
+            multiply_group(c[p], a[s], matrix_of(queries + (2 * p + s / 4) * PANEL + s % 4 * 32), s > 0);
+    products_commit();
+}
+
+// Of one pair of rows: sums over heads of weight times the positive part of a dot. Thread t of four gets
+// the score of key g + 8 (t % 2) for row t / 2. weights: [2, H] of the pair.
+__device__ __forceinline__ float pair_score(const float (&c)[32], const float* weights) {
+    const int t = threadIdx.x % 4;
+    float sum[2];
+#pragma unroll
+    for (int row = 0; row < 2; row++) {
+        float own[2] = {0.f, 0.f};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float2 w = *(const float2*)(weights + row * HEADS + 8 * i + 2 * t);
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+                const float* d = c + 4 * (4 * row + i) + 2 * k;
+                own[k] = fmaf(fmaxf(d[0], 0.f), w.x, own[k]);
+                own[k] = fmaf(fmaxf(d[1], 0.f), w.y, own[k]);
+            }
+        }
+        const float other = __shfl_xor_sync(~0u, t % 2 ? own[0] : own[1], 1);
+        sum[row] = (t % 2 ? own[1] : own[0]) + other;
+    }
+    const float other = __shfl_xor_sync(~0u, t / 2 ? sum[0] : sum[1], 2);
+    return (t / 2 ? sum[1] : sum[0]) + other;
+}
