@@ -19,6 +19,7 @@ from torch import Tensor
 from deepdraft.kernels.cache import record_bytes
 from deepdraft.kernels.gemv import dot_bf16
 from deepdraft.kernels.index import Selected, best_places, index_keys
+from deepdraft.kernels.native import stream_top as native
 from deepdraft.kernels.rounding import round_bf16
 from deepdraft.kernels.runtime import check, launch, next_power
 
@@ -211,6 +212,11 @@ def key_values(records: Tensor, out: Tensor) -> Tensor:
     return out[:count]
 
 
+def reads_records(device: torch.device, heads: int, channels: int) -> bool:
+    """Whether `stream_top` is faster on records than on keys that were unpacked first."""
+    return native.enabled(device) and native.fits(heads, channels)
+
+
 def stream_top(
     queries: Tensor,
     raw_weights: Tensor,
@@ -242,6 +248,14 @@ def stream_top(
     if skip > k:
         raise ValueError(f"{skip=} entries do not fit {k} places")
     device = check(queries, raw_weights, keys, base, reach)
+    entries = torch.empty(rows, k, dtype=torch.int32, device=device)
+    address, counts = torch.empty_like(entries), torch.empty_like(reach)
+    if packed and k <= native.MOST and reads_records(device, heads, channels):
+        native.stream_top(
+            queries, raw_weights, keys, base, reach, entries, address, counts,
+            weight_scale=weight_scale, weight_start=weight_start, skip=skip,
+        )  # fmt: skip
+        return Selected(entries, address, counts)
     space = Candidates.of(rows, k, device, plan) if held is None else held
     places = held_places(k, plan)
     least = k + plan.entries * plan.turns
@@ -249,8 +263,6 @@ def stream_top(
         raise ValueError(f"{space.keys.shape} candidates; {least} must fit {places}")
     if space.keys.shape[0] < -(-rows // plan.rows) * plan.rows:
         raise ValueError(f"candidates of {space.keys.shape[0]} rows do not do for {rows}")
-    entries = torch.empty(rows, k, dtype=torch.int32, device=device)
-    address, counts = torch.empty_like(entries), torch.empty_like(reach)
     launch(
         stream_top_kernel, (-(-rows // plan.rows),),
         queries, raw_weights, keys, base, reach, space.keys, space.entries,

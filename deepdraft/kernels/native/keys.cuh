@@ -74,6 +74,13 @@ __device__ __forceinline__ void put_query(u8* pair, int n, int j, const u16* fro
     }
 }
 
+// A head's weight: rounded, scaled, rounded again.
+__device__ __forceinline__ float head_weight(const void* weights, long long at, bool bf16, float scale) {
+    float w = bf16 ? bf16_value(((const u16*)weights)[at]) : ((const float*)weights)[at];
+    w = bf16_value(pack_bf16(w, 0.f) & 0xFFFF) * scale;
+    return bf16_value(pack_bf16(w, 0.f) & 0xFFFF);
+}
+
 // Dots of 64 keys of a warp group with PAIRS pairs of rows whose queries begin at `queries`.
 template <int PAIRS>
 __device__ __forceinline__ void all_dots(float (&c)[PAIRS][32], const u32 (&a)[8][4], u32 queries) {

@@ -124,9 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) scores_kernel(const __g
             float w = 0.f;
             if (i / HEADS < count) {
                 const long long at = (long long)s.row[i / HEADS] * p.weight_stride + p.weight_start + i % HEADS;
-                w = p.weight_bf16 ? bf16_value(((const u16*)p.weights)[at]) : ((const float*)p.weights)[at];
-                w = bf16_value(pack_bf16(w, 0.f) & 0xFFFF) * p.weight_scale;
-                w = bf16_value(pack_bf16(w, 0.f) & 0xFFFF);
+                w = head_weight(p.weights, at, p.weight_bf16, p.weight_scale);
             }
             s.weights[i] = w;
         }
