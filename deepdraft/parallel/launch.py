@@ -153,13 +153,14 @@ class LedRanks:
         return me
 
     def close(self) -> None:
-        """After the last call of rank 0's runner: the others end, at the latest after `end_s`."""
+        """Rank 0 makes no more calls: the others end, at the latest after `end_s`."""
         if self._self.returncode is None:
             me = self._me.result()
             me.pulse.set_state("ended")
             self._self.returncode = 0
-            for fd in me.commands:
-                os.close(fd)
+            with open(os.devnull, "wb") as nowhere:
+                for fd in me.commands:  # closed for the others; a late call of rank 0 hits nothing
+                    os.dup2(nowhere.fileno(), fd, inheritable=False)
         self._thread.join()
 
     def _run(self) -> None:

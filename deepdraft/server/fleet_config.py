@@ -18,6 +18,7 @@ from deepdraft.config import (
 from deepdraft.errors import ConfigError
 
 _TABLES = ("engine", "server", "fleet", "replicas", "ray")
+_GPUS = (0, 1, 2, 4, 8)
 _STATE_SHARE = 4
 """Sequences take this part of the machine's memory, as in `serve`; here all replicas together."""
 
@@ -55,7 +56,7 @@ class Replicas:
     cpus: float = 1.0
     """CPUs that Ray sets aside for each."""
     gpus: int = 0
-    """GPUs of each: 0 or 1."""
+    """GPUs of each, on one node: 0, 1, 2, 4 or 8."""
     selftest: bool = True
     """Whether each runs `deepdraft selftest` before it is ready."""
     hang_s: float = 60.0
@@ -82,9 +83,8 @@ class Replicas:
         ok = _is_number(self.busy, 0.05) and self.busy <= 1
         _require(ok, "replicas.busy", self.busy, "a number from 0.05 to 1")
         _require(_is_number(self.cpus, 0.01), "replicas.cpus", self.cpus, "a number >= 0.01")
-        ok = _is_count(self.gpus, 0) and self.gpus < 2
-        rule = "0 or 1 (a model over several GPUs, engine.tp, is served by `deepdraft serve` alone)"
-        _require(ok, "replicas.gpus", self.gpus, rule)
+        ok = _is_count(self.gpus, 0) and self.gpus in _GPUS
+        _require(ok, "replicas.gpus", self.gpus, "0, 1, 2, 4 or 8")
         _require(_is_count(self.fronts, 1), "replicas.fronts", self.fronts, "an integer >= 1")
         for name in ("selftest", "resume", "sticky"):
             value = getattr(self, name)
@@ -156,22 +156,9 @@ class FleetFile:
         _require(bool(ok), "name", self.name, "1 to 40 letters, digits, _ or -")
         ok = self.model is None or (isinstance(self.model, str) and bool(self.model))
         _require(ok, "model", self.model, "a checkpoint directory, or absent")
-        engine, server, fleet = self.config.engine, self.config.server, self.config.fleet
+        server, fleet = self.config.server, self.config.fleet
         _require(server.port > 0, "server.port", server.port, "a port of its own in a fleet")
-        _require(engine.tp == 1, "engine.tp", engine.tp, "1 in a fleet")
-        on_gpu = engine.device == "cuda"
-        _require(
-            on_gpu == bool(self.replicas.gpus),
-            "replicas.gpus",
-            self.replicas.gpus,
-            f'{int(on_gpu)} with engine.device = "{engine.device}"',
-        )
-        _require(
-            engine.kv_spill is None,
-            "engine.kv_spill",
-            engine.kv_spill,
-            "absent in a fleet: replicas of one machine cannot share the directory",
-        )
+        self._settle_gpus()
         if fleet.directory is not None:
             _require(
                 fleet.address()[1] == 0,
@@ -179,6 +166,23 @@ class FleetFile:
                 fleet.listen,
                 "host:0 in a fleet: each replica takes a free port",
             )
+
+    def _settle_gpus(self) -> None:
+        """An engine has a rank for each of its GPUs; without GPUs, as many as `engine.tp` says."""
+        engine, gpus = self.config.engine, self.replicas.gpus
+        on_gpu = engine.device == "cuda"
+        rule = f'{"1, 2, 4 or 8" if on_gpu else "0"} with engine.device = "{engine.device}"'
+        _require(on_gpu == bool(gpus), "replicas.gpus", gpus, rule)
+        if on_gpu and gpus != engine.tp:
+            rule = f"absent or {gpus}, as replicas.gpus"
+            _require(engine.tp == 1, "engine.tp", engine.tp, rule)
+            engine = replace(engine, tp=gpus)
+        if engine.tp > 1:
+            for name in ("kv_spill", "kv_memory"):
+                value, rule = getattr(engine, name), "absent: several ranks keep no conversations"
+                _require(value in (None, 0, "auto"), f"engine.{name}", value, rule)
+            engine = replace(engine, kv_memory=0)
+        object.__setattr__(self, "config", replace(self.config, engine=engine))
 
     @property
     def url(self) -> str:
@@ -204,6 +208,8 @@ class FleetFile:
             fleet = replace(fleet, name=label)
         if fleet.advertise is None and fleet.address()[0] in ("0.0.0.0", "::"):
             fleet = replace(fleet, advertise=host)
+        if engine.tp > 1:
+            fleet = replace(fleet, directory=None)  # limits of keys are the fronts'
         return replace(config, engine=engine, fleet=fleet)
 
 

@@ -26,8 +26,9 @@ from deepdraft.errors import ConfigError, EngineError
 from deepdraft.server.fleet_config import FleetFile
 from deepdraft.server.fleet_front import Front
 from deepdraft.server.fleet_metrics import ask_replicas
+from deepdraft.server.fleet_ranks import check_split
 from deepdraft.server.fleet_registry import RayRegistry
-from deepdraft.server.fleet_replica import Replica
+from deepdraft.server.fleet_replica import Replica, model_path
 from deepdraft.server.fleet_version import Deployed, version_of
 
 RAY_SERIES = "2.60"
@@ -114,7 +115,13 @@ def token_file(name: str) -> Path:
 def options_of(fleet: FleetFile, *, again: bool = False) -> dict[str, Any]:
     """The options of the deployment in Ray Serve's terms; see `deploy`."""
     replicas = fleet.replicas
+    options: dict[str, Any] = {}
+    if fleet.config.engine.tp > 1:  # one piece, so that its ranks share a node
+        bundle = {"CPU": replicas.cpus, "GPU": replicas.gpus}
+        options["placement_group_bundles"] = [{k: v for k, v in bundle.items() if v}]
+        options["placement_group_strategy"] = "STRICT_PACK"
     return {
+        **options,
         "name": DEPLOYMENT,
         **number_of(fleet, again=again),
         "ray_actor_options": {"num_cpus": replicas.cpus, "num_gpus": replicas.gpus},
@@ -232,6 +239,7 @@ def up(fleet: FleetFile, say: Say) -> None:
     Raises ConfigError for what is missing, EngineError where a replica does not become ready.
     """
     check_ray()
+    check_split(model_path(fleet), fleet.config.engine)
     if fleet.ray.address is not None:
         with connected(fleet) as ray:
             _deploy(ray, fleet, threading.Event(), say)
@@ -461,6 +469,8 @@ def _say_directory(fleet: FleetFile, say: Say) -> None:
         if fleet.replicas.count > 1:
             say("no fleet.directory: a turn on another replica than the last one is computed")
         return
+    if fleet.config.engine.tp > 1:
+        say("engines of several ranks keep no conversations: each turn is computed")
     try:
         redis: Any = importlib.import_module("redis")
         with redis.Redis.from_url(url, socket_timeout=2, socket_connect_timeout=2) as client:

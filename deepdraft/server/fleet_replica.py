@@ -8,6 +8,7 @@ torch.
 
 import asyncio
 import contextlib
+import dataclasses
 import importlib
 import re
 import secrets
@@ -19,12 +20,15 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deepdraft import __version__
-from deepdraft.config import Config
+from deepdraft.config import Config, EngineConfig
 from deepdraft.errors import ConfigError, EngineError
+from deepdraft.parallel.rank import Rank
 from deepdraft.server.fleet_config import FleetFile
 from deepdraft.server.fleet_front import tokenizer_digest
 from deepdraft.server.fleet_node import Node
+from deepdraft.server.fleet_ranks import ReplicaRanks
 from deepdraft.server.fleet_registry import Entry, RayRegistry
+from deepdraft.server.fleet_spill import SpillFolder
 from deepdraft.server.fleet_version import code_digest
 from deepdraft.server.fleet_wire import Identity
 from deepdraft.server.service import Service, bundled_checkpoint
@@ -33,6 +37,8 @@ from deepdraft.telemetry import configure_logging, logger
 _SELFTEST_S = 1800.0
 """A self-test takes seconds; this much only where something is badly wrong."""
 _LONGEST_NAME = 64
+_LOOK_S = 0.2
+"""Between two looks at the ranks while the model loads."""
 _ANNOUNCE_S = 5.0
 _END_S = 15.0
 """To leave, beside the time of requests and conversations."""
@@ -93,24 +99,53 @@ class Replica:
         self.label = label or _label()
         self._fleet = fleet
         self._leaves: asyncio.Task[None] | None = None
-        self.service = Service(lambda: load(fleet), fleet.of_replica(self.label, _host(fleet)))
-        server = self.service.config.server
-        configure_logging(server.log_level, server.log_format)
+        config = fleet.of_replica(self.label, _host(fleet))
+        configure_logging(config.server.log_level, config.server.log_format)
+        self._spill: SpillFolder | None = None
+        if config.engine.kv_spill is not None:
+            self._spill = SpillFolder(Path(config.engine.kv_spill) / fleet.name)
+            engine = dataclasses.replace(config.engine, kv_spill=str(self._spill.path))
+            config = dataclasses.replace(config, engine=engine)
+        self._ranks: ReplicaRanks | None = None
+        rank: Rank | None = None
+        if config.engine.tp > 1:
+            self._ranks = ReplicaRanks(model_path(fleet), config.engine, self.label)
+            rank = self._ranks.start()
+        self.service = Service(lambda: load(fleet, config.engine, rank), config)
         self.service.start()
         # Side by side: neither needs the other, and both take seconds.
-        tests = selftest(fleet.config.engine.device) if fleet.replicas.selftest else _nothing()
+        tests = selftest(config.engine.device) if fleet.replicas.selftest else _nothing()
         try:
-            await asyncio.gather(tests, asyncio.to_thread(self.service.wait))
-            if self.service.failure is not None:
-                raise self.service.failure
+            await asyncio.gather(tests, asyncio.to_thread(self._wait_loaded))
             await self._open()
         except BaseException:
-            await asyncio.to_thread(self.service.close)
+            await asyncio.to_thread(self._close_engine)
             raise
         # Of this object, not of its class: Ray Serve calls and awaits it when the replica is to
         # leave; Python itself, at the end of an object, does not.
         self.__dict__["__del__"] = self.leave
         logger.info("replica %s is ready", self.label)
+
+    def _wait_loaded(self) -> None:
+        while not self.service.wait(_LOOK_S):
+            if self._ranks is not None:
+                self._ranks.check()
+        if self.service.failure is not None:
+            raise self.service.failure
+        if self._ranks is not None:
+            self._ranks.serve()
+        if self._spill is not None:
+            reuse = self.service.ready()[0].reuse
+            if reuse is not None and reuse.cache.spill is not None:
+                self._spill.keep_only(reuse.cache.spill.path)
+
+    def _close_engine(self) -> None:
+        """Ends engine and ranks; the folder of conversations is free."""
+        self.service.close()
+        if self._ranks is not None:
+            self._ranks.close()
+        if self._spill is not None:
+            self._spill.release()
 
     async def _open(self) -> None:
         """Fronts can find the engine from now on."""
@@ -186,7 +221,7 @@ class Replica:
         if not await self.node.wait_idle(drain_s):
             self.node.give_back()
             await self.node.wait_idle(_GIVE_BACK_S)
-        await asyncio.to_thread(self.service.close)
+        await asyncio.to_thread(self._close_engine)
         await self.node.close()
 
 
@@ -195,13 +230,14 @@ def model_path(fleet: FleetFile) -> Path:
     return bundled_checkpoint() if fleet.model is None else Path(fleet.model)
 
 
-def load(fleet: FleetFile) -> Any:
-    """The fleet's model in this process. Raises CheckpointError, ConfigError."""
+def load(fleet: FleetFile, options: EngineConfig, rank: Rank | None) -> Any:
+    """The fleet's model in this process, as one of several with `rank`. Raises CheckpointError,
+    ConfigError."""
     from deepdraft.engine.load import load_engine
 
     path = model_path(fleet)
     name = "demo" if fleet.model is None else path.resolve().name
-    return load_engine(path, fleet.config.engine, name=name)
+    return load_engine(path, options, name=name, rank=rank)
 
 
 def identity_of(service: Service, label: str, path: Path) -> Identity:

@@ -14,7 +14,9 @@ from deepdraft import __version__
 from deepdraft.errors import ConfigError, EngineError
 from deepdraft.server import fleet_ray
 from deepdraft.server.fleet_config import FleetFile
+from deepdraft.server.fleet_ranks import check_split
 from deepdraft.server.fleet_registry import RayRegistry
+from deepdraft.server.fleet_replica import model_path
 from deepdraft.server.fleet_version import Deployed, version_of
 
 _FIXED = ("host", "port", "tls_cert", "tls_key")
@@ -47,6 +49,7 @@ def upgrade(new: FleetFile, say: Say, *, in_place: bool = False) -> None:
     then the old ones serve on.
     """
     fleet_ray.check_ray()
+    check_split(model_path(new), new.config.engine)
     with fleet_ray.connected(new):
         old = running(new)
         check_change(old.fleet, new)

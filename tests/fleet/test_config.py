@@ -16,6 +16,8 @@ from deepdraft.server.fleet_config import FleetFile, load_fleet_file
 from deepdraft.server.fleet_node import Watch
 from deepdraft.server.fleet_replica import Replica, with_label
 
+CUDA = "[engine]\ndevice = 'cuda'\nnumerics = 'quant'\n"
+
 
 def fleet_of(tmp_path: Path, text: str) -> FleetFile:
     file = tmp_path / "fleet.toml"
@@ -83,13 +85,16 @@ def test_replicas_have_names_of_their_own_and_share_the_memory(tmp_path: Path) -
         ("[replicas]\nbusy = 1.1", "replicas.busy must be a number from 0.05 to 1"),
         ("[replicas]\ndown_s = 0", "replicas.down_s must be"),
         ("[replicas]\ncpus = 0", "replicas.cpus must be"),
-        ("[replicas]\ngpus = 8", "replicas.gpus must be 0 or 1"),
+        ("[replicas]\ngpus = 3", "replicas.gpus must be 0, 1, 2, 4 or 8, got 3"),
+        ("[replicas]\ngpus = true", "replicas.gpus must be 0, 1, 2, 4 or 8"),
         ("[replicas]\nselftest = 'no'", "replicas.selftest must be true or false"),
         ("[replicas]\nhang_s = 0", "replicas.hang_s must be"),
         ("[replicas]\ngpus = 1", 'replicas.gpus must be 0 with engine.device = "cpu"'),
-        ("[engine]\ndevice = 'cuda'\nnumerics = 'quant'", "replicas.gpus must be 1 with"),
-        ("[engine]\ntp = 2", "engine.tp must be 1 in a fleet"),
-        ("[engine]\nkv_spill = '/tmp/x'", "engine.kv_spill must be absent"),
+        (CUDA, "replicas.gpus must be 1, 2, 4 or 8 with"),
+        (f"{CUDA}tp = 2\n[replicas]\ngpus = 4", "engine.tp must be absent or 4, as replicas.gpus"),
+        (f"{CUDA}load = 'dummy'\n[replicas]\ngpus = 4", 'engine.load must be "checkpoint" with'),
+        ("[engine]\ntp = 2\nkv_memory = '1GiB'", "engine.kv_memory must be absent: several ranks"),
+        ("[engine]\ntp = 2\nkv_spill = '/x'", "engine.kv_spill must be absent: several ranks"),
         ("[server]\nport = 0", "server.port must be a port of its own"),
         (
             "[fleet]\ndirectory = 'redis://a'\nlisten = '127.0.0.1:80'",
@@ -159,12 +164,43 @@ def test_a_replica_lies_on_one_node(tmp_path: Path) -> None:
         fleet_ray.check_nodes(nodes(3, 3), fleet)  # six CPUs in all
     with pytest.raises(ConfigError, match="on 0 nodes"):
         fleet_ray.check_nodes([{"Alive": False, "Resources": {"CPU": 64.0}}], fleet)
-    fleet = fleet_of(
-        tmp_path, "[engine]\ndevice = 'cuda'\nnumerics = 'quant'\n[replicas]\ncount = 2\ngpus = 1"
-    )
+    fleet = fleet_of(tmp_path, f"{CUDA}[replicas]\ncount = 2\ngpus = 1")
     fleet_ray.check_nodes(nodes(8, gpus=2), fleet)
     with pytest.raises(ConfigError, match="16 CPUs and 1 GPUs on 2 nodes, room for 1"):
         fleet_ray.check_nodes([*nodes(8), *nodes(8, gpus=1)], fleet)
+    fleet = fleet_of(tmp_path, f"{CUDA}[replicas]\ncount = 2\ngpus = 4")
+    fleet_ray.check_nodes(nodes(8, gpus=8), fleet)
+    three = fleet_of(tmp_path, f"{CUDA}[replicas]\ncount = 3\ngpus = 4")
+    with pytest.raises(ConfigError, match=r"4 GPUs each do not fit: .* 12 GPUs .* room for 2"):
+        fleet_ray.check_nodes(nodes(8, 8, gpus=6), three)
+    with pytest.raises(ConfigError, match="room for 0"):
+        fleet_ray.check_nodes(nodes(8, 8, 8, 8, gpus=3), fleet)  # twelve in all, never four
+
+
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+def test_an_engine_has_a_rank_for_each_of_its_gpus(gpus: int, tmp_path: Path) -> None:
+    """All set aside in one piece, hence on one node."""
+    fleet = fleet_of(tmp_path, f"{CUDA}[fleet]\ndirectory = 'redis://a'\n[replicas]\ngpus = {gpus}")
+    options = fleet_ray.options_of(fleet)
+    assert options["placement_group_bundles"] == [{"CPU": 1.0, "GPU": gpus}]
+    assert options["placement_group_strategy"] == "STRICT_PACK"
+    assert options["ray_actor_options"] == {"num_cpus": 1.0, "num_gpus": gpus}
+    config = fleet.of_replica("a")
+    assert config.engine.tp == gpus and config.engine.kv_memory == 0
+    assert config.fleet.directory is None and fleet.config.fleet.directory == "redis://a"
+    assert "placement_group_bundles" not in fleet_ray.options_of(FleetFile())
+
+
+def test_a_model_that_does_not_split_is_refused_before_ray_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fleet_ray.importlib.metadata, "version", lambda _: "2.60.0")
+    file = tmp_path / "fleet.toml"
+    file.write_text("[engine]\ntp = 2")  # of the bundled model
+    for command in ("up", "upgrade"):
+        assert main(["fleet", command, str(file)]) == 2
+        said = capsys.readouterr().err
+        assert "split over 2 ranks: moe_intermediate_size = 96 is 3 groups" in said
 
 
 def test_only_an_engine_that_stands_still_with_requests_hangs() -> None:
@@ -251,7 +287,7 @@ class _Loads:
 
     def start(self) -> None: ...
 
-    def wait(self) -> bool:
+    def wait(self, timeout_s: float) -> bool:
         return True
 
     def close(self) -> None:

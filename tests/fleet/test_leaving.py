@@ -57,6 +57,8 @@ def replica(tmp_path: Path, *, ends: bool = True) -> tuple[Replica, list[str]]:
         entry=entry,
         _fleet=fleet_of(tmp_path, text),
         _leaves=None,
+        _ranks=SimpleNamespace(close=lambda: done.append("close ranks")),
+        _spill=SimpleNamespace(release=lambda: done.append("free folder")),
         _registry=LocalRegistry(),
     )
     made._registry.put(entry)
@@ -74,7 +76,8 @@ def test_ray_tells_it_to_leave(ends: bool, tmp_path: Path) -> None:
         announcing(made)
         await asyncio.gather(made.leave(), made.leave())
         rest = [] if ends else ["give back", "wait 5"]
-        assert done == ["drain", "wait 7", *rest, "close service", "close node"]
+        ends_of = ["close service", "close ranks", "free folder", "close node"]
+        assert done == ["drain", "wait 7", *rest, *ends_of]
         assert made._registry.entries() == [], "no front finds it any more"
 
     asyncio.run(run())
