@@ -15,7 +15,8 @@ from deepdraft.kernels.gemv import QuantRows, quantize_groups
 from deepdraft.kernels.rounding import from_e4m3, from_e8m0, round_bf16, to_bf16_rne
 from deepdraft.kernels.runtime import check, launch, next_power, wait_for_inputs
 
-_BLOCK = 1024
+_BLOCK = 8192
+"""Channels of a stream that a program has at once: it waits for memory twice."""
 
 
 @triton.jit
@@ -112,6 +113,6 @@ def inject(x: Tensor, kv: Tensor, gate: Tensor, *, norm_eps: float) -> Tensor:
     out = torch.empty(rows, streams, hidden, dtype=torch.bfloat16, device=device)
     launch(
         inject_kernel, (streams, rows), x, kv, gate, out, hidden, norm_eps,
-        S=streams, BLOCK=min(_BLOCK, next_power(hidden)), num_warps=4,
+        S=streams, BLOCK=min(_BLOCK, next_power(hidden)), num_warps=16 if hidden > 2048 else 4,
     )  # fmt: skip
     return out

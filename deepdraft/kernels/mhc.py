@@ -263,7 +263,6 @@ def boundary(
     if norm is not None and mix is None:
         raise ValueError("a collapse needs pre or coef")
     usual = pre is None and hidden_out is None and native.enabled(device) and native.fits(hidden)
-    usual = usual and norm is not None
     ticket = None
     if exchange is not None and y is not None:
         if usual and exchange.gives_tickets:
@@ -271,10 +270,10 @@ def boundary(
         else:
             y = exchange.sum_rows(y) if shared is None else exchange.sum_picks(y, shared)
             shared, picks = None, 0
-    if usual and norm is not None and y is not None and coef is not None:
+    if usual and y is not None and coef is not None:
         made = native.boundary(x, norm, y, shared, coef, norm_eps=norm_eps, ticket=ticket)
         out, u, codes, scales = made
-        return out, u, QuantRows(codes, scales)
+        return (out, None, None) if norm is None else (out, u, QuantRows(codes, scales))
     out = torch.empty_like(x) if y is not None else x
     collapse = norm is not None
     h = u = x

@@ -27,18 +27,18 @@ class Joins:
     def begin(self, positions: Tensor) -> None:
         """A step of rows at these positions int32 [R] starts; -1: a row that only fills a tile."""
 
-    def rows(self, x: QuantRows | Tensor, w: Tiled | Streamed) -> Tensor:
-        """x times a map whose columns are split: bfloat16 [R, N]."""
+    def part(self, x: QuantRows | Tensor, w: Tiled | Streamed) -> Tensor:
+        """x times a map whose columns are split: bfloat16 [R, N], for `whole` or `boundary`."""
         return gemv.gemv(x, w)
 
-    def output(self, x: QuantRows | Tensor, w: Tiled | Streamed) -> Tensor:
-        """The same, as `boundary` takes it."""
-        return gemv.gemv(x, w)
+    def whole(self, part: Tensor) -> Tensor:
+        """What a `part` is a part of: bfloat16 [R, N]."""
+        return part
 
     def boundary(
         self, x: Tensor, norm: Tensor | None, **more: Any
     ) -> tuple[Tensor, Tensor | None, QuantRows | None]:
-        """`mhc.boundary` behind an `output`, or behind the experts: y their picks bfloat16
+        """`mhc.boundary` behind a `part`, or behind the experts: y their picks bfloat16
         [R, K, D], `shared` the shared expert's [R, D]."""
         return mhc.boundary(x, norm, **more)
 
@@ -74,18 +74,18 @@ class RankJoins(Joins):
         """Rows at -1 may hold anything."""
         self.exchange.positions = positions
 
-    def rows(self, x: QuantRows | Tensor, w: Tiled | Streamed) -> Tensor:
-        """The ranks' products, added in float32 in rank order."""
-        return self.exchange.sum_rows(gemv.gemv(x, w, dtype=torch.float32))
-
-    def output(self, x: QuantRows | Tensor, w: Tiled | Streamed) -> Tensor:
-        """This rank's product in float32: the boundary adds the ranks'."""
+    def part(self, x: QuantRows | Tensor, w: Tiled | Streamed) -> Tensor:
+        """This rank's product, float32 [R, N]."""
         return gemv.gemv(x, w, dtype=torch.float32)
+
+    def whole(self, part: Tensor) -> Tensor:
+        """The ranks' products, added in float32 in rank order."""
+        return self.exchange.sum_rows(part)
 
     def boundary(
         self, x: Tensor, norm: Tensor | None, **more: Any
     ) -> tuple[Tensor, Tensor | None, QuantRows | None]:
-        """Each rank's picks and shared expert in order, then the ranks."""
+        """Each rank's part, or its picks and shared expert in order; then the ranks in order."""
         return mhc.boundary(x, norm, exchange=self.exchange, **more)
 
     def logits(self, h: Tensor, head: Tiled) -> Tensor:

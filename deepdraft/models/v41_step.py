@@ -37,8 +37,8 @@ from deepdraft.models.v41_buffers import DeviceCaches, RowInputs
 from deepdraft.models.v41_joins import Joins
 from deepdraft.models.v41_weights import (
     AttentionWeights,
+    EngramWeights,
     ExpertWeights,
-    LayerWeights,
     MixWeights,
     ModelWeights,
 )
@@ -115,9 +115,12 @@ class Flow:
         return self.x, u, quant
 
 
+LANES = ("mix", "side", "memory")
+
+
 class Lanes:
     """Side streams for work that is not on the way to the next launch: mix coefficients, the shared
-    expert, cache writes. Captured, they are branches of the graph.
+    expert, cache writes, what Engram adds. Captured, they are branches of the graph.
 
     Memory rule: what a side lane reads must live until the lane is joined, and what it makes is
     used after that.
@@ -125,7 +128,7 @@ class Lanes:
 
     def __init__(self, device: torch.device, *, on: bool) -> None:
         on = on and device.type == "cuda"
-        self._streams = {n: torch.cuda.Stream(device) for n in ("mix", "side")} if on else {}
+        self._streams = {n: torch.cuda.Stream(device) for n in LANES} if on else {}
 
     @contextlib.contextmanager
     def aside(self, name: str) -> Generator[None]:
@@ -162,7 +165,7 @@ def attention_out(o: Tensor, w: AttentionWeights, joins: Joins, skip: Skip = fro
     """Head outputs [R, H, C] through the grouped map: bfloat16 [R, D]."""
     if "attention_out" in skip:
         return o.flatten(1)[:, : w.wo_b.rows].contiguous()
-    return joins.output(gemv_quant.gemv_quantized(o.flatten(1), w.wo_a, blocks=w.groups), w.wo_b)
+    return joins.part(gemv_quant.gemv_quantized(o.flatten(1), w.wo_a, blocks=w.groups), w.wo_b)
 
 
 def run_experts(
@@ -200,6 +203,45 @@ def run_experts(
     return y, shared_out
 
 
+class Memory:
+    """What Engram layers add: known from the tokens alone, so each layer's product is made beside
+    the layers before it."""
+
+    def __init__(self, step: DeviceStep, places: Places, *, on: bool) -> None:
+        self._step, self._ahead = step, iter([])
+        tables = step.weights.hash
+        if tables is None or not on:
+            return
+        with step.lanes.aside("memory"):
+            found = rows.engram_rows(
+                step.caches.tokens, places.inputs.positions, places.inputs.slots, tables.token_map,
+                tables.factors, tables.primes, tables.offsets, tables.sizes, pad=tables.pad,
+            )  # fmt: skip
+            found = step.joins.table_rows(found)
+        layers = [w.engram for w in step.weights.layers if w.engram is not None]
+        self._ahead = iter(list(zip(layers, found, strict=True)))
+        self._start()
+
+    def _start(self) -> None:
+        """The next Engram layer's product: [R, (S + 1) D], of one of several ranks its part."""
+        self._part: Tensor | None = None
+        for w, table_rows in self._ahead:
+            with self._step.lanes.aside("memory"):
+                found = engram.gather_rows(w.values, w.scales, table_rows)
+                self._part = self._step.joins.part(found, w.wkv)
+            break
+
+    def inject(self, x: Tensor, w: EngramWeights) -> Tensor:
+        """The streams x [R, S, D] with this Engram layer's memory."""
+        step = self._step
+        step.lanes.join("memory")
+        assert self._part is not None
+        kv = step.joins.whole(self._part)
+        x = engram.inject(x, kv, w.gate, norm_eps=step.args.rms_norm_eps)
+        self._start()
+        return x
+
+
 class DeviceStep:
     """The backbone and its head over the caches of `caches`."""
 
@@ -228,7 +270,7 @@ class DeviceStep:
         args, weights = self.args, self.weights
         places = self.place(inputs)
         self.joins.begin(inputs.positions)
-        memory = self.joins.table_rows(self._table_rows(places))
+        memory = Memory(self, places, on="engram" not in skip)
         x = rows.embed(inputs.ids, weights.embed, args.hc_mult)
         count = x.shape[0]
         flow = Flow(x, pre=self.first_mix.expand(count, -1).contiguous(), joins=self.joins)
@@ -237,20 +279,27 @@ class DeviceStep:
         for layer, w in enumerate(weights.layers):
             if w.engram is not None and "engram" not in skip:
                 flow.finish()
-                at = args.engram_layer_ids.index(layer)
-                flow.x = self._inject(flow.x, w, memory[at])
+                flow.x = memory.inject(flow.x, w.engram)
+            tap = None
             if args.roles[layer].tap and taps is not None:
-                flow.finish()
-                rows.tap(flow.x, taps, number)
+                tap = taps, number
                 number += 1
-            self.run_block(layer, flow, places, skip)
+            self.run_block(layer, flow, places, skip, tap)
         _, h, _ = flow.enter(weights.norm, args.rms_norm_eps)
         logits = self.joins.logits(h, weights.head)
         self.joins.finish()
         return Output(logits, taps, places)
 
-    def run_block(self, layer: int, flow: Flow, places: Places, skip: Skip = frozenset()) -> None:
-        """One layer: attention, then experts; what it adds last waits in `flow`."""
+    def run_block(
+        self,
+        layer: int,
+        flow: Flow,
+        places: Places,
+        skip: Skip = frozenset(),
+        tap: tuple[Tensor, int] | None = None,
+    ) -> None:
+        """One layer: attention, then experts; what it adds last waits in `flow`. `tap`: where the
+        streams it starts from are kept (`rows.tap`)."""
         args, w = self.args, self.weights.layers[layer]
         eps = args.rms_norm_eps
         _, u, u_quant = flow.enter(w.attn_norm, eps)
@@ -258,6 +307,8 @@ class DeviceStep:
         self._note(f"L{layer}.attn_in", u)
         with self.lanes.aside("mix"):
             coef = run_mix(flow.x, w.mix_attn, args, skip)
+            if tap is not None:
+                rows.tap(flow.x, *tap)
         y = self._attention(layer, args.roles[layer], w.attention, u, u_quant, places, skip)
         self.lanes.join("mix")
         flow.leave(coef, y)
@@ -287,22 +338,6 @@ class DeviceStep:
     def _note(self, name: str, value: Tensor) -> None:
         if self.observer is not None:
             self.observer(name, value)
-
-    def _table_rows(self, places: Places) -> Tensor:
-        """int64 [Engram layers, R, G]."""
-        tables = self.weights.hash
-        if tables is None:
-            return places.plan.new_empty(0, dtype=torch.int64)
-        return rows.engram_rows(
-            self.caches.tokens, places.inputs.positions, places.inputs.slots, tables.token_map,
-            tables.factors, tables.primes, tables.offsets, tables.sizes, pad=tables.pad,
-        )  # fmt: skip
-
-    def _inject(self, x: Tensor, w: LayerWeights, table_rows: Tensor) -> Tensor:
-        assert w.engram is not None
-        found = engram.gather_rows(w.engram.values, w.engram.scales, table_rows)
-        kv = self.joins.rows(found, w.engram.wkv)
-        return engram.inject(x, kv, w.engram.gate, norm_eps=self.args.rms_norm_eps)
 
     def _attention(
         self,

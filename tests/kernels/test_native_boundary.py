@@ -63,6 +63,15 @@ def test_bits_do_not_depend_on_other_rows():
     assert all(torch.equal(g[5], f[5]) for g, f in zip(got, full, strict=True))
 
 
+@pytest.mark.parametrize("picks", [0, 2])
+def test_the_streams_alone(picks):
+    given = operands(4, 128, picks)
+    want = run(given)[0]
+    with switched(boundary, True, emulated, CLUSTER=CLUSTER):
+        out, *none = mhc.boundary(**given | {"norm": None})
+    assert torch.equal(out, want) and none == [None, None]
+
+
 def test_zero_rows_have_the_least_scale():
     given = operands(4, 256, 2)
     for name in ("x", "y", "shared"):

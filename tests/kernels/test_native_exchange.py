@@ -58,8 +58,9 @@ def wanted(number, size, picks):
     return mhc.boundary(**common, y=rank_order_sum(totals).bfloat16(), norm_eps=EPS)
 
 
-def launch(exchange, number, picks):
+def launch(exchange, number, picks, **changed):
     common, own = operands(number, exchange.rank, picks)
+    common |= changed
     return mhc.boundary(**common, **own, norm_eps=EPS, exchange=exchange)
 
 
@@ -150,6 +151,14 @@ def test_rows_that_count_do_not_depend_on_those_that_do_not():
     for parts in found:
         for part, all_rows in zip(parts[:3], want[:3], strict=True):
             assert torch.equal(part[:3], all_rows[:3])
+
+
+def test_the_streams_alone():
+    ranks = group(2)
+    with switched(boundary, True, emulated, CLUSTER=CLUSTER):
+        found = side_by_side([lambda rank=rank: launch(rank, 4, 3, norm=None) for rank in ranks])
+    want, _, _ = wanted(4, 2, 3)
+    assert all(torch.equal(out, want) and none == [None, None] for out, *none in found)
 
 
 def test_a_silent_rank_is_named_and_nobody_waits_again():

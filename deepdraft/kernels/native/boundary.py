@@ -79,7 +79,7 @@ def _kernel(device: torch.device, made: dict[str, int], threads: int) -> build.K
 
 def boundary(
     x: Tensor,
-    norm: Tensor,
+    norm: Tensor | None,
     y: Tensor,
     shared: Tensor | None,
     coef: Tensor,
@@ -88,7 +88,8 @@ def boundary(
     ticket: Ticket | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Expand and collapse: streams bfloat16 [R, S, D], the next input bfloat16 [R, D], its FP8
-    codes uint8 [R, D] and scales float32 [D/32, R]. Tensors as `mhc.boundary` has checked them.
+    codes uint8 [R, D] and scales float32 [D/32, R]; without `norm` only the streams are filled.
+    Tensors as `mhc.boundary` has checked them.
 
     ticket: y is this rank's part, float32 [R, D] or picks, and is exchanged.
     """
@@ -109,9 +110,9 @@ def boundary(
         }  # fmt: skip
     params = _params(1 if ticket is None else len(ticket.boxes))(
         y=y.data_ptr(), shared=0 if shared is None else shared.data_ptr(), x=x.data_ptr(),
-        coef=coef.data_ptr(), norm=norm.data_ptr(), out=out.data_ptr(), u=u.data_ptr(),
-        codes=codes.data_ptr(), scales=scales.data_ptr(), hidden=hidden, rows=rows, eps=norm_eps,
-        **more,
+        coef=coef.data_ptr(), norm=0 if norm is None else norm.data_ptr(), out=out.data_ptr(),
+        u=u.data_ptr(), codes=codes.data_ptr(), scales=scales.data_ptr(), hidden=hidden, rows=rows,
+        eps=norm_eps, **more,
     )  # fmt: skip
     kernel = _kernel(x.device, macros(streams, picks, ticket), _threads(hidden))
     kernel.launch((CLUSTER, rows), params, programmatic=programmatic_launch())
