@@ -39,6 +39,9 @@ fleet."""
 _MOST_NAMED = 16
 """Of simulated replicas in a record."""
 _FETCHED = "deepdraft_kv_fetch_bytes_total"
+_ENGINE = ("deepdraft_prefill_seconds_total", "deepdraft_iteration_seconds_total")
+_TOLD_S = 2.5
+"""So late a front may hear its engines' counters."""
 _LATER_REUSED, _POINTS, _IMBALANCE, _OFF = 0.95, 0.02, 0.15, 0.20
 """The figures to reach: reuse of later turns, distance from stickiness, imbalance, predictions."""
 
@@ -139,13 +142,18 @@ def run(fleet: Started, case: Case, plan: TracePlan, tag: str) -> dict[str, Any]
     wall_s = time.perf_counter() - begin
     own = time.process_time() - own
     cpu = fleet.cpu_s() - cpu
-    fetched = fleet.counters() - before if case.sharing or case.kind == "url" else None
+    if case.kind != "servers":
+        time.sleep(_TOLD_S)
+    counted = fleet.counters() - before
+    shares = case.sharing or case.kind == "url"
     result = figures(
         turns_of(done),
         wall_s,
         replicas=case.count,
-        fetch_bytes=None if fetched is None else round(fetched[_FETCHED]),
+        fetch_bytes=round(counted[_FETCHED]) if shares else None,
     )
+    busy = sum(counted[name] for name in _ENGINE) / wall_s / case.count
+    result["engines_busy"] = round(busy, 4) if busy else None
     result["fault_messages"] = sorted({d.answer.message for d in done if d.answer.fault})[:5]
     result["cpu_s"] = {"fleet": round(cpu, 2) if fleet.pids else None, "client": round(own, 2)}
     late = sorted(d.late_s for d in done)
@@ -336,23 +344,17 @@ def measure(
 def calibrated(kind: Kind, model: str | None, plan: TracePlan, runs: int, say: Say) -> Costs:
     """The costs on this machine. Fetches and shared cores are measured on two plain servers, the
     rest on the kind of fleet that is to be predicted."""
+
+    def of(fleet: Started) -> Calibration:
+        return Calibration(fleet, targets_of(fleet), plan.max_tokens, runs)
+
+    if kind == "replicas":
+        with replicas(model, 1, sharing=False) as one:
+            costs = of(one).engine(say)
+        with servers(model, 2, sharing=True) as two:
+            return of(two).pair(costs, say)
     with servers(model, 2, sharing=True) as two:
-        pair = Calibration(two, targets_of(two), plan.max_tokens, runs)
-        costs = pair.measure(say)
-    if kind != "replicas":
-        return costs
-    with replicas(model, 1, sharing=False) as one:
-        own = Calibration(one, targets_of(one), plan.max_tokens, runs).measure(say)
-    return replace(
-        own,
-        **{
-            name: getattr(costs, name)
-            for name in (
-                *("capacity", "resume_s", "fetch_overhead_s", "fetch_bytes_per_s"),
-                *("kv_base_bytes", "kv_token_bytes", "gap_tokens"),
-            )
-        },
-    )
+        return of(two).pair(of(two).engine(say), say)
 
 
 def simulated(

@@ -1,122 +1,140 @@
-"""Measures what a request costs on this machine: the table a simulated fleet runs on.
+"""What requests cost on this machine: the tables that a simulated fleet runs on, measured.
 
-Owns: which requests are sent for that, and how their times become a `Costs`.
+Owns: which requests are sent to an idle fleet, how their times and its counters become a `Costs`.
 Knows nothing of: events of a simulation. The requests are a trace's own sort of text.
+
+What the engine took is read from its own counters, so that the way of a request (client, proxy,
+front) is no part of it; the way is what the client waited beyond that.
 """
 
+import contextlib
 import random
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
 
 from deepdraft.errors import EngineError
 from deepdraft.proof.fleet_costs import UNBOUNDED, Costs
 from deepdraft.proof.fleet_served import Started
-from deepdraft.proof.fleet_sim import FleetShape, SimConversation, SimTurn, simulate
 from deepdraft.proof.serve_client import Answer, Ask, Target
 from deepdraft.proof.suite import document
 
 _CHARS = (1, 150, 1200, 2400, 4800)
+_SIZES = ((150, 1), (4800, 1), (150, 6))
+"""Characters and turns of conversations that move."""
 _QUESTION = "\nWhat does the text say about the old map?"
+_NEXT = "And who else spoke of the road?"
 _STREAMS = (1, 2, 4, 8)
-_LONG, _AHEAD_S = 500, 1.0
-"""Tokens of a stream that a prompt is read beside, and its head start."""
+_IDLE_S = 3.0
+_SETTLE_S, _SETTLED_S = 20.0, 0.1
+"""A front hears its engines' counters every two seconds."""
+_STORED_S = 0.4
+"""What is stored is hashed and claimed beside the answer."""
+_ENDED = "deepdraft_e2e_request_latency_seconds_count"
+_FIRST = "deepdraft_time_to_first_token_seconds_sum"
+_READ, _DECODED = "deepdraft_prefill_seconds_total", "deepdraft_iteration_seconds_total"
+_DECODING = "deepdraft_request_decode_time_seconds_sum"
+_STEPS, _TOKENS = "deepdraft_iterations_total", "deepdraft_generation_tokens_total"
+_OWN_STEPS = "deepdraft_spec_decode_steps_total"
+_FETCHED = "deepdraft_kv_fetch_bytes_total"
 Say = Callable[[str], None]
 
 
+@dataclass(slots=True)
+class _Scene:
+    """Some requests, and what the fleet counted meanwhile."""
+
+    answers: list[Answer] = field(default_factory=list)
+    counted: Counter[str] = field(default_factory=Counter)
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    """Of the fleet and this client."""
+
+    @property
+    def engine_s(self) -> float:
+        """Of the engine's steps."""
+        return self.counted[_READ] + self.counted[_DECODED]
+
+    @property
+    def way_s(self) -> float:
+        """What a first token took beside its engine's time, on average."""
+        waited = sum(a.first_s or a.end_s for a in self.answers)
+        return max(0.0, (waited - self.counted[_FIRST]) / len(self.answers))
+
+
 class Calibration:
-    """Requests to one or two idle servers. Raises EngineError where one is not answered."""
+    """Requests to idle servers. Raises EngineError where one is not answered."""
 
     def __init__(self, fleet: Started, targets: Sequence[Target], tokens: int, runs: int) -> None:
         """`tokens`: of an answer of the trace; `runs`: of each measurement."""
         self._fleet, self._targets, self._runs = fleet, targets, runs
-        self._tokens = tokens
+        self._tokens = max(16, tokens)
         self._number = random.SystemRandom().randrange(1 << 40)
+
+    def engine(self, say: Say) -> Costs:
+        """The first server's tables: of its engine, of the way to it, of what runs beside it."""
+        for _ in range(2):
+            self._one(0, (self._text(600),), self._tokens)
+        say("costs: idle")
+        cpu_s = self._cpu_s()
+        time.sleep(_IDLE_S)
+        self._idle = (self._cpu_s() - cpu_s) / _IDLE_S
+        say("costs: prompts")
+        costs = self._prompts()
+        say("costs: later turns")
+        costs = self._turns(costs)
+        say("costs: rounds of decoding")
+        return self._rounds(costs)
+
+    def pair(self, costs: Costs, say: Say) -> Costs:
+        """With what two servers show: fetches, bytes, shared cores."""
+        for at in range(2):
+            self._one(at, (self._text(600),), self._tokens)
+        say("costs: cores")
+        costs = replace(costs, capacity=(1.0, self._both()))
+        say("costs: fetches")
+        return self._fetches(costs)
+
+    # ---- scenes -----------------------------------------------------------------------------
 
     def _text(self, chars: int) -> str:
         self._number += 1
         return document(chars, self._number) + _QUESTION
 
-    def _ask(self, at: int, turns: tuple[str, ...], tokens: int, session: str = "") -> Answer:
+    def _one(self, at: int, turns: tuple[str, ...], tokens: int, session: str = "") -> Answer:
         answer = self._targets[at].ask(Ask(turns, tokens, session=session or None))
         if answer.fault is not None:
             raise EngineError(f"calibration: {answer.fault}: {answer.message}")
         return answer
 
-    def measure(self, say: Say) -> Costs:
-        """The table; without two servers nothing of fetches and of shared cores."""
-        for at in range(len(self._targets)):
-            self._ask(at, (self._text(600),), self._tokens)
-        say("costs: prompts")
-        chars_per_token, turn_tokens, request_s, prefill, side_request = self._prompts()
-        say("costs: rounds of decoding")
-        decode, side_token = self._rounds()
-        costs = Costs(
-            name=self._targets[0].model,
-            request_s=request_s,
-            prefill_s=prefill,
-            decode_s=decode,
-            side_request_s=side_request,
-            side_token_s=side_token,
-            chars_per_token=chars_per_token,
-            turn_tokens=turn_tokens,
-        )
-        if len(self._targets) > 1:
-            say("costs: fetches, cores")
-            costs = self._fetches(replace(costs, capacity=(1.0, self._both())))
-        say("costs: parts of prompts")
-        return self._parts(costs)
-
-    def _prompts(self) -> tuple[float, float, float, tuple[tuple[float, float], ...], float]:
-        """Prompts of several lengths, one token of answer each, one at a time."""
-        points = []
-        busy = wall = 0.0
-        for chars in _CHARS:
-            done = []
-            for _ in range(self._runs):
-                text = self._text(chars)
-                cpu, begin = self._cpu_s(), time.perf_counter()
-                answer = self._ask(0, (text,), 1)
-                wall += time.perf_counter() - begin
-                busy += self._cpu_s() - cpu
-                done.append((len(text), answer.prompt_tokens, answer.first_s or answer.end_s))
-            points.append(tuple(map(statistics.median, zip(*done, strict=True))))
-        chars_each, tokens_each, seconds = zip(*points, strict=True)
-        per_char, around = line(chars_each, tokens_each)
-        # Up to the shortest prompt the part a token goes as in the next stretch.
-        slope = (seconds[1] - seconds[0]) / (tokens_each[1] - tokens_each[0])
-        request_s = max(0.0, seconds[0] - slope * tokens_each[0])
-        table = rising([(n, s - request_s) for n, s in zip(tokens_each, seconds, strict=True)])
-        beside = max(0.0, busy - wall) / (self._runs * len(_CHARS))
-        return 1 / per_char, max(0.0, around), request_s, table, beside
-
-    def _rounds(self) -> tuple[tuple[tuple[float, float], ...], float]:
-        """Streams that begin together on prompts that are in the cache."""
-        points, beside = [], []
-        for streams in _STREAMS:
-            took = []
-            for _ in range(self._runs):
-                texts = [self._text(1200) for _ in range(streams)]
-                for text in texts:
-                    self._ask(0, (text,), 1)
-                cpu, begin = self._cpu_s(), time.perf_counter()
-                answers = self._together([(0, text) for text in texts])
-                wall = time.perf_counter() - begin
-                if streams == 1:
-                    beside.append((self._cpu_s() - cpu - wall) / answers[0].tokens)
-                span = max(a.end_s for a in answers) - min(a.first_s for a in answers)
-                took.append(span / (max(a.tokens for a in answers) - 1))
-            points.append((float(streams), statistics.median(took)))
-        return rising(points), max(0.0, statistics.median(beside))
+    @contextlib.contextmanager
+    def _scene(self) -> Generator[_Scene]:
+        """Requests whose answers are put into the scene; its counters are there when it ends."""
+        scene, before = _Scene(), self._fleet.counters()
+        cpu_s, begin = self._cpu_s(), time.perf_counter()
+        yield scene
+        scene.wall_s = time.perf_counter() - begin
+        scene.cpu_s = self._cpu_s() - cpu_s
+        until = time.monotonic() + _SETTLE_S
+        while True:
+            scene.counted = self._fleet.counters()
+            scene.counted.subtract(before)
+            if scene.counted[_ENDED] >= len(scene.answers):
+                return
+            if time.monotonic() > until:
+                raise EngineError("calibration: the fleet does not count what it answered")
+            time.sleep(_SETTLED_S)
 
     def _together(self, asks: Sequence[tuple[int, str]]) -> list[Answer]:
+        """One stream for each, all begun at once."""
         answers: list[Answer | None] = [None] * len(asks)
 
         def one(i: int) -> None:
             at, text = asks[i]
-            answers[i] = self._targets[at].ask(Ask((text,), max(16, self._tokens)))
+            answers[i] = self._targets[at].ask(Ask((text,), self._tokens))
 
         threads = [threading.Thread(target=one, args=(i,)) for i in range(len(asks))]
         for thread in threads:
@@ -128,100 +146,155 @@ class Calibration:
             raise EngineError("calibration: streams at a time were not all answered")
         return kept
 
-    def _parts(self, costs: Costs) -> Costs:
-        """With the cost of a short part: a prompt is read beside a stream, and the cost is the one
-        with which the simulation takes as long."""
-        took, sizes = [], []
-        for _ in range(self._runs):
-            stream = threading.Thread(
-                target=self._targets[0].ask, args=(Ask((self._text(150),), _LONG),)
-            )
-            stream.start()
-            time.sleep(_AHEAD_S)
-            answer = self._ask(0, (self._text(2400),), 1)
-            took.append(answer.first_s or answer.end_s)
-            sizes.append(answer.prompt_tokens)
-            stream.join()
-        seconds, tokens = statistics.median(took), round(statistics.median(sizes))
-        trace = [
-            SimConversation(0.0, (SimTurn(60, _LONG),)),
-            SimConversation(_AHEAD_S, (SimTurn(tokens, 1),)),
-        ]
+    def _side_s(self, scene: _Scene) -> float:
+        """Processor time of all but the engine's steps and of what runs anyway."""
+        return max(0.0, scene.cpu_s - scene.engine_s - self._idle * scene.wall_s)
 
-        def simulated(part_s: float) -> float:
-            done = simulate(trace, replace(costs, part_s=part_s), FleetShape()).turns
-            return next(t.first_s for t in done if t.prompt == tokens)
+    def _cpu_s(self) -> float:
+        return self._fleet.cpu_s() + time.process_time()
 
-        low, high = 0.0, 0.2
-        for _ in range(20):
-            middle = (low + high) / 2
-            low, high = (middle, high) if simulated(middle) < seconds else (low, middle)
-        return replace(costs, part_s=low)
+    # ---- the engine -------------------------------------------------------------------------
+
+    def _prompts(self) -> Costs:
+        """Prompts of several lengths, one token of answer each, one at a time."""
+        points, chars, scenes = [], [], []
+        for size in _CHARS:
+            with self._scene() as scene:
+                for _ in range(self._runs):
+                    text = self._text(size)
+                    chars.append(len(text))
+                    scene.answers.append(self._one(0, (text,), 1))
+            tokens = statistics.fmean(a.prompt_tokens for a in scene.answers)
+            points.append((tokens, scene.counted[_READ] / self._runs))
+            scenes.append(scene)
+        count = sum(len(s.answers) for s in scenes)
+        per_char, around = line(chars, [a.prompt_tokens for s in scenes for a in s.answers])
+        waits = [(s.counted[_FIRST] - s.counted[_READ]) / len(s.answers) for s in scenes]
+        return Costs(
+            name=self._targets[0].model,
+            prefill_s=rising(points),
+            decode_s=((1.0, 1e-6),),
+            request_s=max(0.0, statistics.median(waits)),
+            path_s=statistics.median(s.way_s for s in scenes),
+            side_request_s=sum(map(self._side_s, scenes)) / count,
+            side_idle=self._idle,
+            chars_per_token=1 / per_char,
+            turn_tokens=max(0.0, around),
+        )
+
+    def _turns(self, costs: Costs) -> Costs:
+        """Second turns: few rows far behind a prompt's start, on a stored conversation."""
+        begun = []
+        for _ in range(2 * self._runs):
+            text = self._text(2400)
+            session = f"calibrate-{self._number}"
+            begun.append((text, self._one(0, (text,), self._tokens, session), session))
+        time.sleep(_STORED_S)
+        with self._scene() as scene:
+            for text, one, session in begun:
+                turns = (text, one.text, _NEXT)
+                scene.answers.append(self._one(0, turns, 1, session))
+        count = len(begun)
+        known = [one.prompt_tokens + one.tokens for _, one, _ in begun]
+        gap = statistics.fmean(
+            k - a.cached_tokens for k, a in zip(known, scene.answers, strict=True)
+        )
+        rows = statistics.fmean(a.prompt_tokens - a.cached_tokens for a in scene.answers)
+        share = sum(
+            costs.prefill(a.prompt_tokens) - costs.prefill(a.cached_tokens) for a in scene.answers
+        )
+        short = max(0.1, 1 - rows / costs.chunk)
+        wait_s = (scene.counted[_FIRST] - scene.counted[_READ]) / count
+        return replace(
+            costs,
+            gap_tokens=max(0, round(gap)),
+            part_s=max(0.0, (scene.counted[_READ] - share) / count / short),
+            resume_s=max(0.0, wait_s - costs.request_s),
+        )
+
+    def _rounds(self, costs: Costs) -> Costs:
+        """Streams that begin together on prompts that are in the cache."""
+        points, beside, loop = [], [], 1.0
+        for streams in _STREAMS:
+            scenes = []
+            for _ in range(self._runs):
+                texts = [self._text(1200) for _ in range(streams)]
+                for text in texts:
+                    self._one(0, (text,), 1)
+                time.sleep(_STORED_S)
+                with self._scene() as scene:
+                    scene.answers += self._together([(0, text) for text in texts])
+                scenes.append(scene)
+            counted = sum((s.counted for s in scenes), Counter[str]())
+            tokens = counted[_TOKENS] - streams * self._runs  # the first ones come with the prompts
+            if streams == 1:
+                # The engine's loop does more than its steps.
+                loop = max(1.0, counted[_DECODING] / counted[_DECODED])
+            most = counted[_OWN_STEPS] / counted[_STEPS]
+            points.append((most, loop * most * counted[_DECODED] / tokens))
+            side = sum(map(self._side_s, scenes)) - costs.side_request_s * streams * self._runs
+            beside.append(side / counted[_TOKENS])
+        return replace(
+            costs,
+            decode_s=rising(points),
+            side_token_s=max(0.0, statistics.median(beside)),
+        )
+
+    # ---- two servers ------------------------------------------------------------------------
 
     def _both(self) -> float:
         """What two servers do at once, as a multiple of one."""
         shares = []
-        for _ in range(self._runs):
-            texts = [self._text(2400) for _ in range(3)]
-            begin = time.perf_counter()
-            self._together([(0, texts[0])])
-            alone = time.perf_counter() - begin
-            begin = time.perf_counter()
-            self._together([(0, texts[1]), (1, texts[2])])
-            shares.append(2 * alone / (time.perf_counter() - begin))
+        for _ in range(self._runs + 1):
+            alone = 0.0
+            for at in range(2):
+                with self._scene() as scene:
+                    scene.answers += self._together([(at, self._text(2400))])
+                alone += scene.engine_s
+            with self._scene() as scene:
+                scene.answers += self._together([(at, self._text(2400)) for at in range(2)])
+            shares.append(2 * alone / scene.engine_s)
         return min(2.0, max(1.0, statistics.median(shares)))
 
     def _fetches(self, costs: Costs) -> Costs:
-        """Second turns on the server that has the first and on the other: with what a start from a
-        stored conversation costs, a fetch, the bytes of a conversation, the tokens computed
-        again."""
-        points, gaps, resumes = [], [], []
-        for chars in (_CHARS[1], _CHARS[-1]):
-            rows = []
+        """Next turns on the server that has the conversation, and on the other one."""
+        rows = []
+        for chars, count in _SIZES:
+            own = []
             for i in range(self._runs):
-                first, size, known = i % 2, 0.0, 0
-                seconds = []
-                for second in (first, 1 - first):
-                    self._number += 1
-                    session = f"calibrate-{self._number}"
-                    text = self._text(chars)
-                    one = self._ask(first, (text,), self._tokens, session)
-                    time.sleep(0.5)  # what is stored is hashed and claimed beside the answer
-                    before = self._fleet.counters()["deepdraft_kv_fetch_bytes_total"]
-                    two = self._ask(second, (text, one.text, "And then?"), 1, session)
-                    seconds.append(two.first_s or two.end_s)
-                    size = self._fleet.counters()["deepdraft_kv_fetch_bytes_total"] - before
-                    known = one.prompt_tokens + one.tokens
-                    gaps.append(known - two.cached_tokens)
-                    if second == first:
-                        new = costs.prefill(two.prompt_tokens) - costs.prefill(two.cached_tokens)
-                        resumes.append(seconds[-1] - costs.request_s - new)
-                if size:
-                    rows.append((known, size, seconds[1] - seconds[0]))
-            if rows:
-                points.append(tuple(map(statistics.median, zip(*rows, strict=True))))
-        costs = replace(
-            costs,
-            gap_tokens=max(0, round(statistics.fmean(gaps))),
-            resume_s=max(0.0, statistics.median(resumes)),
-        )
-        if len(points) < 2:
-            return costs
-        tokens, sizes, seconds = zip(*points, strict=True)
-        per_token, base = line(tokens, sizes)
-        per_byte, overhead = line(sizes, seconds)
+                first = i % 2
+                here_s, _, _ = self._next_turn(first, first, chars, count)
+                there_s, known, size = self._next_turn(first, 1 - first, chars, count)
+                own.append((known, size, there_s - here_s))
+            rows.append(tuple(map(statistics.fmean, zip(*own, strict=True))))
+        (few, small, _), (many, large, _), (later, grown, _) = rows
+        per_token = max(0.0, (large - small) / (many - few))
+        base = max(0.0, small - per_token * few)
+        turns_kept = round((grown - per_token * later) / base) if base else 1
+        per_byte, overhead = line([r[1] for r in rows], [r[2] for r in rows])
         if per_byte <= 0 or overhead < 0:  # noise: the mean says more than the slope
-            per_byte, overhead = 0.0, max(0.0, statistics.fmean(seconds))
+            per_byte, overhead = 0.0, max(0.0, statistics.fmean(r[2] for r in rows))
         return replace(
             costs,
             fetch_overhead_s=overhead,
             fetch_bytes_per_s=1 / per_byte if per_byte > 0 else UNBOUNDED,
-            kv_base_bytes=max(0.0, base),
-            kv_token_bytes=max(0.0, per_token),
+            kv_base_bytes=base,
+            kv_token_bytes=per_token,
+            kv_most_turns=min(_SIZES[-1][1], max(1, turns_kept)),
         )
 
-    def _cpu_s(self) -> float:
-        return self._fleet.cpu_s() + time.process_time()
+    def _next_turn(self, at: int, then: int, chars: int, count: int) -> tuple[float, int, float]:
+        """So many turns on one server and one more on another: the way of that one in seconds,
+        tokens of the conversation before it, bytes fetched."""
+        text, known = self._text(chars), 0
+        session, turns = f"calibrate-{self._number}", (text,)
+        for _ in range(count):
+            one = self._one(at, turns, self._tokens, session)
+            turns, known = (*turns, one.text, _NEXT), one.prompt_tokens + one.tokens
+            time.sleep(_STORED_S)
+        with self._scene() as scene:
+            scene.answers.append(self._one(then, turns, 1, session))
+        return scene.way_s, known, scene.counted[_FETCHED]
 
 
 def line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
@@ -232,8 +305,10 @@ def line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
 
 def rising(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
     """The points with times that do not fall, as noise can make them; none at or below 0."""
-    out, most = [], 1e-6
-    for x, y in points:
+    out: list[tuple[float, float]] = []
+    most = 1e-6
+    for x, y in sorted(points):
         most = max(most, y)
-        out.append((float(x), most))
+        if not out or x > out[-1][0]:
+            out.append((float(x), most))
     return tuple(out)

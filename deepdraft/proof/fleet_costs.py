@@ -27,7 +27,10 @@ class Costs:
     name: str = ""
     """Of what, measured where."""
     request_s: float = 0.0
-    """Of each request, however short its prompt is."""
+    """Of the engine for each request, however short its prompt is."""
+    path_s: float = 0.0
+    """What a first token takes beside its engine's time where nothing else is at hand: way there,
+    way back."""
     resume_s: float = 0.0
     """Of a start from a stored conversation, beside its new tokens."""
     prefill_s: tuple[tuple[float, float], ...]
@@ -46,13 +49,17 @@ class Costs:
     """Of a known conversation, at its end, that are computed again."""
     kv_token_bytes: float = 0.0
     kv_base_bytes: float = 0.0
-    """Of a conversation beside its tokens: checkpoints."""
+    """Of a turn beside its tokens: checkpoints."""
+    kv_most_turns: int = 1
+    """Turns whose checkpoints are kept."""
     fetch_overhead_s: float = 0.0
     fetch_bytes_per_s: float = UNBOUNDED
     side_request_s: float = 0.0
     """Of a core, by the processes beside the engine (proxy, front, client), for a request."""
     side_token_s: float = 0.0
     """The same for a token of an answer."""
+    side_idle: float = 0.0
+    """The same while nothing is asked, as a share of a core."""
     capacity: tuple[float, ...] = (1.0, 2.0)
     """What a machine does with 1, 2, ... busy processes, in what one does; the last for more."""
     chars_per_token: float = 4.0
@@ -88,9 +95,9 @@ class Costs:
             return first[1]
         return _between(self.decode_s, streams)
 
-    def kv_bytes(self, tokens: float) -> float:
-        """Bytes of a stored conversation."""
-        return self.kv_base_bytes + tokens * self.kv_token_bytes
+    def kv_bytes(self, tokens: float, turns: int = 1) -> float:
+        """Bytes of a stored conversation, or of what so many turns have added to one."""
+        return min(turns, self.kv_most_turns) * self.kv_base_bytes + tokens * self.kv_token_bytes
 
     def fetch_s(self, size: float) -> float:
         """Seconds until so many bytes of a peer's are here and verified."""
@@ -143,7 +150,7 @@ def costs_of(data: dict[str, Any], where: str) -> Costs:
         for name, value in values.items():
             if name in ("name", "prefill_s", "decode_s", "capacity"):
                 continue
-            whole = name in ("max_running", "chunk", "gap_tokens")
+            whole = name in ("max_running", "chunk", "gap_tokens", "kv_most_turns")
             values[name] = int(value) if whole else float(value)
         return Costs(**values)
     except (TypeError, ValueError) as error:

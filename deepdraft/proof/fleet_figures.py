@@ -122,11 +122,15 @@ def _of(turns: Sequence[TurnDone]) -> dict[str, Any]:
 
 
 _COMPARED = {
-    "first_token_ms_p50": ("first_token_ms", "p50"),
+    "first_turn_ms_p50": ("by_turn", "1", "first_token_ms", "p50"),
+    "first_token_ms_mean": ("first_token_ms", "mean"),
     "first_token_ms_p95": ("first_token_ms", "p95"),
     "later_first_token_ms_p50": ("later_turns", "first_token_ms", "p50"),
+    "later_first_token_ms_p95": ("later_turns", "first_token_ms", "p95"),
     "tokens_per_s": ("tokens_per_s",),
+    "engines_busy": ("engines_busy",),
     "later_reused": ("later_turns", "reused"),
+    "fetch_bytes_per_later_turn": ("fetch_bytes_per_later_turn",),
 }
 
 

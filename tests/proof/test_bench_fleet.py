@@ -120,7 +120,7 @@ def test_a_prediction_is_compared() -> None:
         fetch_bytes=0,
     )
     compared = compare(real, thought)
-    assert compared["first_token_ms_p50"]["off"] == pytest.approx(0.1)
+    assert compared["first_token_ms_mean"]["off"] == pytest.approx(0.1)
     assert compared["later_reused"] == {"measured": 0.9, "predicted": 0.81, "off": -0.1}
     row = {"name": "x", "case": {"sharing": False, "routing": "own", "count": 1}}
     found = checks([{**row, "measured": real, "compared": compared}])

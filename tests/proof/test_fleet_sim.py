@@ -58,8 +58,8 @@ def test_a_prompt_waits_for_the_round_under_way() -> None:
     first, second = play(chat(0.0, (100, 11)), chat(0.125, (100, 1))).turns
     assert first.prompt == 100 and second.tokens in (1, 11)
     late = first if first.tokens == 1 else second
-    # Rounds end at 0.13; then its prompt and one token of the other.
-    assert late.first_s == pytest.approx(0.005 + 0.01 + 0.1 + 0.02)
+    # A round ends at 0.13; then comes its prompt, before the next round.
+    assert late.first_s == pytest.approx(0.005 + 0.01 + 0.1)
 
 
 def test_rounds_of_many_streams() -> None:
@@ -155,8 +155,35 @@ def test_work_beside_the_engine_takes_from_it_only_where_cores_are_few() -> None
     base = play(chat(0.0, (100, 11))).turns[0]
     two = play(chat(0.0, (100, 11)), costs=replace(costs, capacity=(1.0, 2.0))).turns[0]
     one = play(chat(0.0, (100, 11)), costs=replace(costs, capacity=(1.0,))).turns[0]
-    assert two == base and one.end_s > base.end_s + 0.05
-    assert one.first_s == pytest.approx(base.first_s + 0.05)
+    # With a core for each only a token's own way back is added, and that of none before it.
+    assert two.first_s == pytest.approx(base.first_s + 0.02)
+    assert two.end_s == pytest.approx(base.end_s + 0.02)
+    # On one core all of it is waited for, and the way back beside the next round.
+    assert one.first_s == pytest.approx(base.first_s + 0.05 + 2 * 0.02)
+    assert one.end_s > base.end_s + 0.05 + 10 * 0.02
+
+
+def test_the_way_is_time_that_nobody_works() -> None:
+    base = play(chat(0.0, (100, 11))).turns[0]
+    late = play(chat(0.0, (100, 11)), costs=replace(COSTS, path_s=0.04)).turns[0]
+    assert late.first_s == pytest.approx(base.first_s + 0.04)
+    assert late.end_s == pytest.approx(base.end_s + 0.04)
+    # What is worked on the way is a part of it, and more of it goes on beside the engine.
+    side = replace(COSTS, path_s=0.04, side_request_s=0.05, side_token_s=0.01, capacity=(1.0, 2.0))
+    assert play(chat(0.0, (100, 1)), costs=side).turns[0].first_s == pytest.approx(0.11 + 0.04)
+    # The second one waits for the first one's whole work, then its own way begins.
+    both = play(chat(0.0, (100, 1)), chat(0.0, (50, 1)), costs=side, replicas=2, routing="sticky")
+    assert max(t.first_s for t in both.turns) > 0.05 + 0.04 + 0.06
+
+
+def test_what_runs_anyway_takes_its_part_of_the_cores() -> None:
+    trace = [chat(0.0, (100, 11)) for _ in range(2)]
+    shape = FleetShape(replicas=2, per_machine=2, routing="sticky")
+    costs = replace(COSTS, capacity=(1.0, 2.0), side_idle=0.2)
+    alone = simulate(trace[:1], costs, shape).turns[0]
+    assert alone.end_s == pytest.approx(0.31)  # it was measured beside that
+    for turn in simulate(trace, costs, shape).turns:
+        assert turn.end_s == pytest.approx(0.31 * 2.2 / 2)
 
 
 def test_waiting_times_are_those_of_the_theory() -> None:
@@ -297,13 +324,13 @@ class RealScheduler:
             self.pace.observe(rows, 1e3 * parts_s)
         begun = sum(c.start == 0 for c in plan.prefill)
         self.now += parts_s + begun * costs.request_s
-        if plan.decode:
-            self.now += costs.round_s(len(plan.decode))
         for chunk in plan.prefill:
             chunk.request.num_computed = chunk.end
             if chunk.request.prefilled:
                 self.times[chunk.request.request_id] = (self.now, self.now)
                 self._token(chunk.request)
+        if plan.decode:
+            self.now += costs.round_s(len(plan.decode))
         for request in plan.decode:
             self._token(request)
 
