@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import itertools
 import secrets
 import ssl
 import time
@@ -23,6 +24,8 @@ from deepdraft.telemetry import logger
 
 LOOK_S = 0.5
 TICK_S = 0.25
+ALIVE_EVERY = 4
+"""Ticks of which one sends a sign of life."""
 DIAL_S = 5.0
 _LONGEST_PAUSE_S = 2.0
 FORGET_S = 120.0
@@ -63,9 +66,12 @@ class Links:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _tick(self) -> None:
-        while True:
+        for number in itertools.count():
             try:
                 self._router.tick()
+                if number % ALIVE_EVERY == 0:
+                    for seat in self._router.seats:
+                        seat.post(wire.Alive())
             except Exception:
                 logger.exception("the router's clock")
             await asyncio.sleep(TICK_S)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import itertools
 import secrets
 import ssl
 import time
@@ -30,6 +31,8 @@ BEAT_S = 0.5
 STATS_EVERY = 4
 """Beats of which one brings the statistics."""
 GREETING_S = 10.0
+FRONT_SILENT_S = 20.0
+"""A front of which nothing was heard for so long is gone, its machine perhaps with it."""
 _MOST_STRANGERS = 64
 """Connections that have not proved themselves."""
 _MOST_UNREAD = 256 << 20
@@ -114,13 +117,14 @@ class Node:
         resume: bool = False,
         tls: ssl.SSLContext | None = None,
         beat_s: float = BEAT_S,
+        front_silent_s: float = FRONT_SILENT_S,
     ) -> None:
         """`service` has loaded. `resume`: fronts go on with streams elsewhere."""
         self.service, self.identity = service, identity
         self.failure: str | None = None
         """Why nothing may be sent here any more."""
         self._secret, self._tls, self._resume = secret, tls, resume
-        self._beat_s, self._hang_s = beat_s, hang_s
+        self._beat_s, self._hang_s, self._front_silent_s = beat_s, hang_s, front_silent_s
         self._watch, self._pace = Watch(hang_s), Pace()
         self._lines: set[_Line] = set()
         self._strangers = 0
@@ -199,13 +203,25 @@ class Node:
     # Signs of life
 
     async def _beat(self) -> None:
-        count = 0
-        while True:
+        last = time.monotonic()
+        for count in itertools.count():
             begin = time.monotonic()
             await self._look()
             self._say(self._sign(count % STATS_EVERY == 0))
-            count += 1
+            # Of a pause of this process itself only a part counts.
+            self._miss(min(begin - last, 4 * self._beat_s))
+            last = begin
             await asyncio.sleep(max(0.0, self._beat_s - (time.monotonic() - begin)))
+
+    def _miss(self, seconds: float) -> None:
+        for line in list(self._lines):
+            line.silent_s += seconds
+            if line.silent_s > self._front_silent_s:
+                logger.warning(
+                    "front %s has said nothing for %.0f s; %d requests of it end",
+                    *(line.front, line.silent_s, len(line.told) + len(line.preparing)),
+                )
+                line.writer.transport.abort()
 
     async def _look(self) -> None:
         """Reads the counters in a thread: a hung engine may hold their lock."""
@@ -258,10 +274,10 @@ class Node:
             self._strangers += 1
             try:
                 async with asyncio.timeout(GREETING_S):
-                    front = await self._greet(reader, writer)
+                    line.front = await self._greet(reader, writer)
             finally:
                 self._strangers -= 1
-            logger.info("front %s is connected", front)
+            logger.info("front %s is connected", line.front)
             self._lines.add(line)
             line.write(wire.frame(self._sign(True)))
             await line.run()
@@ -295,7 +311,9 @@ class _Line:
     def __init__(
         self, node: Node, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        self.writer = writer
+        self.writer, self.front = writer, ""
+        self.silent_s = 0.0
+        """Since the front said something."""
         self.preparing: set[str] = set()
         """Requests that are not queued yet."""
         self.told: dict[str, int] = {}
@@ -312,6 +330,7 @@ class _Line:
         """Until the front goes."""
         while True:
             message = await wire.read_to_engine(self._reader)
+            self.silent_s = 0.0
             if isinstance(message, wire.Submit):
                 self.preparing |= {ask.id for ask in message.asks}
                 task = asyncio.create_task(self._submit(message.asks))
@@ -319,7 +338,7 @@ class _Line:
                 task.add_done_callback(self._tasks.discard)
             elif isinstance(message, wire.Cancel):
                 self._cancel(message.ids)
-            else:
+            elif not isinstance(message, wire.Alive):
                 raise wire.WireError("a front greets twice")
 
     def end(self) -> None:

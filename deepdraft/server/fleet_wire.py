@@ -35,7 +35,7 @@ from deepdraft.types import (
     TokenLogprob,
 )
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Changes with the messages; a front and an engine of different ones do not talk."""
 NONCE_BYTES = 32
 MOST_BYTES = 256 << 20
@@ -203,6 +203,10 @@ class Cancel(_Message, frozen=True):
     ids: tuple[str, ...]
 
 
+class Alive(_Message, frozen=True):
+    """A front's sign of life."""
+
+
 class Accepted(_Message, frozen=True):
     """Requests that are queued."""
 
@@ -240,7 +244,7 @@ class Beat(_Message, frozen=True):
     times: dict[str, Times] | None = None
 
 
-ToEngine = Prove | Submit | Cancel
+ToEngine = Prove | Submit | Cancel | Alive
 ToFront = Greet | Welcome | Accepted | Refused | Events | Beat
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -425,6 +425,35 @@ def test_a_client_that_goes_ends_its_request(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_a_front_that_falls_silent_leaves_nothing_on_its_engines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its machine is lost: nothing ends the connection, and nothing comes any more."""
+
+    async def run() -> None:
+        async with world_of(tmp_path, 1, patience_s=0.1) as world:
+            engine = world.engines[0]
+            [line] = engine.node._lines
+            line.silent_s = 15.0
+            await world.until(lambda: line.silent_s < 10)  # a sign of life came
+            engine.toy.runner.delay_s = 0.02
+            asked = asyncio.create_task(world.complete(stream=True))
+            await world.until(lambda: engine.node.num_requests == 1)
+            for task in world.links._tasks:  # signs of life, and the look at the registry
+                task.cancel()
+            world.links._known.clear()
+            line.silent_s = 19.5
+            await world.until(lambda: not engine.node._lines)
+            assert engine.node.num_requests == 0
+            await world.until(lambda: engine.toy.service.stats()["running"] == 0)
+            await world.until(lambda: world.router.tick() or asked.done())
+            assert "no replica can go on" in data_of(await asked)[-1]["error"]["message"]
+
+    logging.getLogger("deepdraft").propagate = True
+    asyncio.run(run())
+    assert "front f has said nothing for 2" in caplog.text
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_strangers_and_strange_engines_are_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
