@@ -11,6 +11,7 @@ from deepdraft.kernels import index as kernels
 from deepdraft.kernels.native import scores, select
 from deepdraft.ops import cache
 from deepdraft.ops import index as reference
+from deepdraft.quant import records
 from tests.kernels import test_index as of_triton
 from tests.kernels import test_native_select as of_select
 from tests.kernels.cases import close_sum, grid
@@ -48,10 +49,12 @@ def in_two_levels(test):
     return run
 
 
-def operands(entries, rows, seed=0, dtype=torch.float32):
-    q, cos, sin, keys, weights = of_triton.operands((32, 128, 32, entries), rows, seed)
-    queries = kernels.index_queries(q, cos, sin, heads=32, channels=128, start=32)
-    return queries, weights.to(dtype), keys
+def operands(entries, rows, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(entries)
+    keys = records.pack_mxfp4_group32(torch.randn(entries + 3, 128, generator=generator))
+    q = records.pack_mxfp4_group32(torch.randn(rows, 32, 128, generator=generator))
+    weights = torch.randn(rows, 33, generator=generator).to(DEVICE, dtype)
+    return records.unpack_mxfp4_group32(q).bfloat16().to(DEVICE), weights, keys.to(DEVICE)
 
 
 OPTIONS = {"weight_scale": 0.02, "weight_start": 1}
