@@ -160,8 +160,6 @@ class EngineConfig:
             return
         rule = "on a GPU (the kernels compute nothing else)"
         _require(self.numerics == "quant", "engine.numerics", self.numerics, f'"quant" {rule}')
-        ok = self.tp == 1 or self.prefill == "full"
-        _require(ok, "engine.prefill", self.prefill, '"full" with tp above 1 on GPUs')
         ok = self.tp == 1 or self.load == "checkpoint"
         _require(ok, "engine.load", self.load, '"checkpoint" with tp above 1')
 

@@ -14,16 +14,21 @@ from deepdraft.checkpoint.device_source import DeviceSource
 from deepdraft.checkpoint.presharded import is_presharded, shard_plan
 from deepdraft.checkpoint.progress import Bar
 from deepdraft.checkpoint.reader import Checkpoint
-from deepdraft.engine.gpu_runner import GpuRunner
+from deepdraft.engine.gpu_runner import GpuRunner, prefill_plan
 from deepdraft.engine.ranks import Leading
 from deepdraft.engine.runner import Runner, checked_token_map
 from deepdraft.errors import ConfigError
 from deepdraft.kernels.one_shot import OneShot
+from deepdraft.models.deepseek_v41 import PrefillMode
 from deepdraft.models.v41_device import MOST_ROWS, DeviceV41
-from deepdraft.models.v41_joins import OwnTables, RankJoins
+from deepdraft.models.v41_joins import RankJoins
+from deepdraft.models.v41_prefill_plan import exchange_bytes
+from deepdraft.models.v41_prefill_share import Regions, RowShare, own_tables
 from deepdraft.parallel.group import ProcessGroup, symmetric_mailbox
+from deepdraft.parallel.peers import SymmetricMemory
 from deepdraft.parallel.rank import Rank
 from deepdraft.parallel.shards import Shards
+from deepdraft.parallel.whole import GatheredSource
 from deepdraft.text.tokenizer import Tokenizer
 
 _WORK_BYTES = 2 << 30
@@ -54,11 +59,14 @@ def open_gpu_rank(
     *,
     token_map: list[int] | None = None,
     drafter: bool = True,
+    prefill: PrefillMode = "full",
+    prefill_chunk: int | None = None,
     **more: Any,
 ) -> Runner:
     """This rank's runner on the GPU of its number; rank 0's leads. `more`: of `Runner`.
+    `prefill_chunk`: rows of a chunk of encoder prefill at most, of all ranks.
 
-    Raises ConfigError where the GPUs cannot reach each other's memory.
+    Raises ConfigError where the GPUs cannot reach each other's memory, or have too little.
     """
     args = checkpoint.args
     torch.cuda.set_device(me.rank)
@@ -80,35 +88,41 @@ def open_gpu_rank(
         if tokenizer is None:
             raise ConfigError("a model with Engram layers needs its tokenizer.json")
         token_map = checked_token_map(checkpoint, tokenizer)
+    assert shards.plan is not None
+    tables = own_tables(args, shards.plan, me.rank)
+    shares = prefill == "encoder"
     with contextlib.ExitStack() as stack:
         source: Any = shards.source(checkpoint)
+        whole: Any = checkpoint
         if is_presharded(checkpoint.path):
             bar = None if me.rank else Bar("rank 0's weights")
             source = stack.enter_context(DeviceSource(checkpoint, device, progress=bar))
-        joins = RankJoins(exchange, _own_tables(args, shards))
-        model = DeviceV41(args, source, token_map, device=device, drafter=drafter, joins=joins)
+            whole = GatheredSource(source, shards.plan, group, device)
+        joins = RankJoins(exchange, tables)
+        model = DeviceV41(
+            args, source, token_map, device=device, drafter=drafter, joins=joins,
+            whole=whole if shares else None,
+        )  # fmt: skip
+    room = _room(group)
+    if shares:
+        plan = prefill_plan(args, more.get("max_context"), room, prefill_chunk, ranks=me.size)
+        room -= plan.workspace
+        memory = SymmetricMemory(exchange_bytes(args, plan.rows, me.size))
+        model.share_prefill(RowShare(group, Regions(args, plan.rows, memory), tables), plan.rows)
+    wanted = more.get("state_bytes")
+    more["state_bytes"] = room if wanted is None else min(wanted, room)
     kind = GpuRankRunner if me.rank else GpuLeadRunner
-    runner = kind(model, **(more | {"state_bytes": _room(group, more.get("state_bytes"))}))
+    runner = kind(model, prefill=prefill, **more)
+    runner.warm_prefill()
     runner.exchange = exchange
     if isinstance(runner, GpuLeadRunner):
         runner.lead(me, runner.check_exchanges)
     return runner
 
 
-def _room(group: ProcessGroup, wanted: int | None) -> int:
-    """Bytes for the state of sequences: what the fullest GPU has left, so that all ranks open and
-    refuse alike."""
+def _room(group: ProcessGroup) -> int:
+    """Bytes for chunks and the state of sequences: what the fullest GPU has left, so that all ranks
+    open and refuse alike."""
     free = torch.cuda.mem_get_info()[0] - _WORK_BYTES
     rooms = group.gather(torch.tensor([free], device=torch.cuda.current_device()))
-    room = min(int(r) for r in rooms)
-    return room if wanted is None else min(wanted, room)
-
-
-def _own_tables(args: Any, shards: Shards) -> list[OwnTables]:
-    plan, rank = shards.plan, shards.group.rank
-    assert plan is not None
-    own = []
-    for layer in args.engram_layer_ids:
-        start, stop = plan.bounds(f"layers.{layer}.engram.embed.weight", 0, rank)
-        own.append(OwnTables(slice(*plan.own_tables(rank)), start, stop - start))
-    return own
+    return min(int(r) for r in rooms)

@@ -145,20 +145,24 @@ class GpuRunner(Runner):
         self.model.warm_prefill()
         window = self.model.args.sliding_window
         if self.model.prefill_chunk and window < self.max_tokens:
-            sequence = self.open_sequence()
-            self.prefill(sequence, [0] * window, final=True)
-            self.close_sequence(sequence, scrub=True)
+            # Of several ranks each does so by itself, before one of them leads.
+            sequence = Runner.open_sequence(self)
+            Runner.prefill(self, sequence, [0] * window, final=True)
+            Runner.close_sequence(self, sequence, scrub=True)
+            self.model.synchronize()
 
 
 def prefill_plan(
-    args: V41Args, max_context: int | None, room: int, chunk: int | None
+    args: V41Args, max_context: int | None, room: int, chunk: int | None, *, ranks: int = 1
 ) -> PrefillPlan:
-    """Rows of a chunk, at most `chunk`, beside at least one sequence of the longest text in `room`
-    bytes. Raises ConfigError where none fits, which says what would."""
+    """Rows of a chunk, at most `chunk`, of all `ranks` that share it, beside at least one sequence
+    of the longest text in `room` bytes. Raises ConfigError where none fits, which says what
+    would."""
     most = _CHUNK_ROWS if chunk is None else max(8, chunk // 8 * 8)
     chunks = tuple(dict.fromkeys((most, *(rows for rows in CHUNKS if rows < most))))
     try:
-        return plan_prefill(args, max_context or args.max_position_embeddings, room, chunks=chunks)
+        tokens = max_context or args.max_position_embeddings
+        return plan_prefill(args, tokens, room, chunks=chunks, ranks=ranks)
     except StateError as error:
         raise ConfigError(
             f"encoder prefill does not fit: {error.message}; lower max_context"

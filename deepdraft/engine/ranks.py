@@ -263,7 +263,14 @@ def open_rank_runner(
     if options.device == "cuda":
         from deepdraft.engine.gpu_ranks import open_gpu_rank
 
-        return open_gpu_rank(me, checkpoint, tokenizer, **more)
+        return open_gpu_rank(
+            me,
+            checkpoint,
+            tokenizer,
+            prefill=options.prefill,
+            prefill_chunk=options.prefill_chunk,
+            **more,
+        )
     group = ProcessGroup(me.rank, me.size, me.store, pulse=me.pulse)
     shards = Shards(shard_plan(checkpoint.args, me.size), group)
     kind = Runner if me.rank else LeadRunner

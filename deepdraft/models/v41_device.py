@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,12 +28,18 @@ from deepdraft.models.layers import WeightSource, make_numerics
 from deepdraft.models.state import SequenceState, StatePool
 from deepdraft.models.v41_buffers import DECODER, DRAFTER, ENCODER, DeviceCaches, RowInputs
 from deepdraft.models.v41_draft import DeviceDrafter
-from deepdraft.models.v41_joins import Joins
+from deepdraft.models.v41_joins import Joins, RankJoins
 from deepdraft.models.v41_loop import DeviceLoop, DeviceSettings
 from deepdraft.models.v41_prefill import DevicePrefill
 from deepdraft.models.v41_prefill_layers import Plans
+from deepdraft.models.v41_prefill_share import RowShare
 from deepdraft.models.v41_step import DeviceStep, Output
-from deepdraft.models.v41_weights import ModelWeights, load_weights
+from deepdraft.models.v41_weights import (
+    LayerWeights,
+    ModelWeights,
+    load_weights,
+    with_whole_maps,
+)
 
 MOST_ROWS = 64
 """Rows of one launch of the step; more are several launches."""
@@ -132,19 +138,30 @@ class DeviceV41(DeepseekV41):
         joins: Joins | None = None,
         prefill_chunk: int = 0,
         prefill_plans: Plans | None = None,
+        whole: WeightSource | None = None,
     ) -> None:
         """As `DeepseekV41`. `graphs`: steps are captured (on a GPU). `joins`: of a rank of several,
         whose parts of the weights `source` gives. `prefill_chunk`: rows of a chunk of encoder
-        prefill, which may be set until a pool is made; 0: it is refused."""
-        if prefill_chunk and joins is not None:
-            raise ConfigError("encoder prefill is not split over ranks yet; leave prefill_chunk 0")
+        prefill, which may be set until a pool is made; 0: it is refused. `whole`: for encoder
+        prefill of a rank, a source of the maps that a step has in parts; `share_prefill` follows
+        then."""
         self.joins = joins or Joins()
         self.args = args
         self.device = device
         self.num = make_numerics("quant")
+        wholes: list[LayerWeights] = []
+
+        def keep_whole(number: int, layer: LayerWeights) -> None:
+            if whole is not None:
+                wholes.append(with_whole_maps(layer, number, whole, args))
+
         self.weights: ModelWeights = load_weights(
-            args, source, token_map, device=device, drafter=drafter, tables_on_host=tables_on_host
-        )
+            args, source, token_map, device=device, drafter=drafter, tables_on_host=tables_on_host,
+            behind=keep_whole,
+        )  # fmt: skip
+        self._prefill_weights = self.weights
+        if wholes:
+            self._prefill_weights = replace(self.weights, layers=tuple(wholes))
         drafts = self.weights.drafter is not None
         self.drafter = DraftModel(self) if drafts else None  # type: ignore[assignment]
         self._graphs = graphs and self.weights.device.type == "cuda"
@@ -154,10 +171,17 @@ class DeviceV41(DeepseekV41):
         self._captured: dict[int, _Captured] = {}
         self._prefill: DevicePrefill | None = None
         self.prefill_chunk, self._prefill_plans = prefill_chunk, prefill_plans
+        self._share: RowShare | None = None
+
+    def share_prefill(self, share: RowShare, chunk: int) -> None:
+        """Prompts are chunks of so many rows of all ranks, from the next pool on."""
+        self._share, self.prefill_chunk = share, chunk
 
     def new_pool(self, num_sequences: int, max_tokens: int, slack: int = 16) -> DevicePool:
         """State for this many sequences. The model works on the pool made last: captured steps
         hold its addresses."""
+        if self.prefill_chunk and self._share is None and isinstance(self.joins, RankJoins):
+            raise ConfigError("ranks share the rows of a chunk: share_prefill comes first")
         pool = DevicePool(
             self.args,
             num_sequences=num_sequences,
@@ -169,8 +193,9 @@ class DeviceV41(DeepseekV41):
         self._captured.clear()
         if self.prefill_chunk:
             self._prefill = DevicePrefill(
-                self.weights, pool.caches, chunk=self.prefill_chunk, plans=self._prefill_plans
-            )
+                self._prefill_weights, pool.caches, chunk=self.prefill_chunk,
+                plans=self._prefill_plans, share=self._share,
+            )  # fmt: skip
         if isinstance(self.drafter, DraftModel):
             self.drafter.bind(pool)
         return pool

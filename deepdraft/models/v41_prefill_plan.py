@@ -9,6 +9,7 @@ Letters: R rows of a chunk, N tokens, S residual streams, D hidden.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from deepdraft.arch import V41Args
@@ -20,6 +21,9 @@ PLAIN_ROWS = 1024
 """Rows of a chunk from which weights, entries and keys are unpacked to bf16 first."""
 EXPERTS_AT_ONCE = 32
 """Of them, at most."""
+REGION_ALIGN = 256
+"""Bytes at which a region of exchanged rows begins."""
+_ROW_TILE = 16
 _RESERVE = 1.1
 """Room for what the allocator rounds up."""
 _FP8 = 1 + 1 / 1024
@@ -53,9 +57,52 @@ def plain_values(args: V41Args, experts: int) -> int:
     return max(sizes)
 
 
-def workspace_bytes(args: V41Args, rows: int) -> int:
+def padded_chunk(rows: int) -> int:
+    """Rows of a chunk's buffers."""
+    return -(-rows // _ROW_TILE) * _ROW_TILE
+
+
+def rows_each(first: int, total: int, ranks: int) -> int:
+    """Rows at most that each of `ranks` has of a chunk of `total` rows from position `first` on, a
+    multiple of 8 (so that equal shapes are exchanged)."""
+    return -(-(total + first % 2) // (8 * ranks)) * 8
+
+
+def exchange_regions(
+    args: V41Args, rows: int, ranks: int
+) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """What every rank holds for the others to write, for chunks of `rows` rows at most, one behind
+    the other: by exchange, bytes of a value and shape."""
+    each, whole = padded_chunk(rows_each(1, rows, ranks)), padded_chunk(rows)
+    hidden, k = args.hidden_size, args.num_experts_per_tok
+    c, ci = args.head_dim, args.index_head_dim
+    regions: dict[str, tuple[int, tuple[int, ...]]] = {
+        "inputs": (2, (whole, hidden)),
+        "picks": (4, (whole, k)),
+        "weights": (4, (whole, k)),
+        "sums": (2, (each, ranks, hidden)),
+        "window": (1, (args.sliding_window - 1 + whole + each, int(c * _WINDOW))),
+        "main": (1, (whole, int(c * _MAIN))),
+        "index": (1, (whole, int(ci * _INDEX))),
+    }
+    if args.engram_layer_ids:
+        tables = (args.engram_max_ngram_size - 1) * args.engram_n_heads
+        regions["tables"] = (2, (each, tables * args.engram_head_dim))
+    return regions
+
+
+def exchange_bytes(args: V41Args, rows: int, ranks: int) -> int:
+    """Bytes of all that; none alone."""
+    if ranks == 1:
+        return 0
+    sizes = (n * math.prod(shape) for n, shape in exchange_regions(args, rows, ranks).values())
+    return sum(-(-size // REGION_ALIGN) * REGION_ALIGN for size in sizes)
+
+
+def workspace_bytes(args: V41Args, rows: int, *, ranks: int = 1) -> int:
     """Device memory that a chunk of so many rows needs beside weights and state: the most that is
-    live at once, in attention, in the experts or between them."""
+    live at once, in attention, in the experts or between them. `ranks` that share its rows: of each
+    of them, what they exchange through included."""
     d, c, f = args.hidden_size, args.head_dim, args.moe_intermediate_size
     k, streams = args.num_experts_per_tok, args.hc_mult * args.hidden_size
     heads = args.num_attention_heads * c
@@ -72,19 +119,23 @@ def workspace_bytes(args: V41Args, rows: int) -> int:
     if args.engram_layer_ids:
         groups = (args.engram_max_ngram_size - 1) * args.engram_n_heads
         table = groups * args.engram_head_dim
-        fixed += len(args.engram_layer_ids) * groups * 8
+        fixed += len(args.engram_layer_ids) * groups * 8 * ranks
         engram = 4 * streams + 4 * table + 2 * (args.hc_mult + 1) * d
     latents = 2 * (args.q_lora_rank + c) + 3 * args.q_lora_rank
     attention = entered + raw + latents + 2 * (heads + index) + 2 * index + 2 * heads
     output = entered + raw + 2 * (heads + index) + 2 * heads + 2 * grouped + 2 * d
-    experts = entered + 4 * args.n_routed_experts + 2 * k * (f + d) + 7 * f + 2 * d + 40 * k
+    # Experts see the rows of all ranks, by a part of their width.
+    routed = 2 * k * (f + ranks * d) + 40 * k * ranks
+    experts = entered + 4 * args.n_routed_experts + routed + 7 * f + 2 * d
     sums = 4 * (mix + 1) * -(-streams // 1024)  # of the next coefficients, by part
-    between = 2 * streams + entered + 2 * k * d + 2 * d + sums
+    between = 2 * streams + entered + (2 * k * d if ranks == 1 else 0) + 2 * d + sums
     row = fixed + max(attention, output, experts, between, engram)
     tail = args.sliding_window * (2 * streams + 4 * args.hc_mult)
     unpacked = 2 * plain_values(args, EXPERTS_AT_ONCE) if rows >= PLAIN_ROWS else 0
     # The replay's scores of 16 rows over the whole context are counted with the state.
-    return int(_RESERVE * (rows * row + 2 * tail) + unpacked)
+    own = rows_each(1, rows, ranks) if ranks > 1 else rows
+    held = _RESERVE * (own * row + 2 * tail) + unpacked
+    return int(held) + exchange_bytes(args, rows, ranks)
 
 
 def state_bytes(args: V41Args, tokens: int, *, spare: int = 64) -> int:
@@ -122,37 +173,45 @@ class PrefillPlan:
 
 
 def plan_prefill(
-    args: V41Args, tokens: int, free: int, *, chunks: tuple[int, ...] = CHUNKS, state: bool = True
+    args: V41Args,
+    tokens: int,
+    free: int,
+    *,
+    chunks: tuple[int, ...] = CHUNKS,
+    state: bool = True,
+    ranks: int = 1,
 ) -> PrefillPlan:
     """The largest chunk with which a prompt of `tokens` fits into `free` bytes; `state` False: its
-    sequence is allocated already. StateError, with how many tokens would fit, where none does."""
+    sequence is allocated already; `ranks` that share a chunk's rows: bytes are those of each.
+    StateError, with how many tokens would fit, where none does."""
     held = state_bytes(args, tokens) if state else 0
     # A chunk is no longer than the prompt needs.
     wanted = [rows for rows in sorted(chunks, reverse=True) if rows < 2 * tokens] or [min(chunks)]
     for rows in wanted:
-        work = _work_bytes(args, rows, tokens)
+        work = _work_bytes(args, rows, tokens, ranks)
         if held + work <= free:
             return PrefillPlan(rows, work, held)
     least = min(chunks)
-    fitting = _most_tokens(args, free, least, state=state)
+    fitting = _most_tokens(args, free, least, state=state, ranks=ranks)
     raise StateError(
         f"a prompt of {tokens} tokens needs {held / 1e9:.2f} GB of state and "
-        f"{_work_bytes(args, least, tokens) / 1e9:.2f} GB to work in, "
+        f"{_work_bytes(args, least, tokens, ranks) / 1e9:.2f} GB to work in, "
         f"{free / 1e9:.2f} GB are free; {fitting} tokens would fit"
     )
 
 
-def _work_bytes(args: V41Args, rows: int, tokens: int) -> int:
+def _work_bytes(args: V41Args, rows: int, tokens: int, ranks: int) -> int:
     entries = entry_values_bytes(args, tokens) if rows >= PLAIN_ROWS else 0
-    return max(workspace_bytes(args, rows) + entries, replay_bytes(args, tokens))
+    work = workspace_bytes(args, rows, ranks=ranks) + entries
+    return max(work, replay_bytes(args, tokens) + exchange_bytes(args, rows, ranks))
 
 
-def _most_tokens(args: V41Args, free: int, rows: int, *, state: bool) -> int:
+def _most_tokens(args: V41Args, free: int, rows: int, *, state: bool, ranks: int) -> int:
     low, high = 0, args.max_position_embeddings
     while low < high:
         middle = (low + high + 1) // 2
         held = state_bytes(args, middle) if state else 0
-        work = _work_bytes(args, rows, middle)
+        work = _work_bytes(args, rows, middle, ranks)
         low, high = (middle, high) if held + work <= free else (low, middle - 1)
     return low
 

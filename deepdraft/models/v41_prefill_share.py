@@ -7,7 +7,7 @@ table rows and the experts' sums to the rank that has the row.
 Owns: the parts of a chunk, these exchanges, the memory they go through.
 Knows nothing of: layers, how ranks reach each other's memory.
 
-Every exchange has a region of its own (`region_shapes`): what it held last time was read before
+Every exchange has a region of its own (`exchange_regions`): what it held last time was read before
 the exchanges in between, so one barrier behind the writing is enough.
 
 Letters: R rows of a rank, T of the chunk, N ranks, K picks, D hidden.
@@ -16,6 +16,7 @@ Letters: R rows of a rank, T of the chunk, N ranks, K picks, D hidden.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -24,16 +25,26 @@ from torch import Tensor
 
 from deepdraft.arch import V41Args
 from deepdraft.errors import StateError
-from deepdraft.kernels.cache import record_bytes
 from deepdraft.kernels.prefill_share import push_sums
 from deepdraft.models.v41_joins import OwnTables
+from deepdraft.models.v41_prefill_plan import (
+    REGION_ALIGN,
+    exchange_regions,
+    padded_chunk,
+    rows_each,
+)
 from deepdraft.parallel.group import Alone, Group
 from deepdraft.parallel.peers import PeerMemory
 from deepdraft.parallel.plan import Cut, ShardPlan, stem
 
-_TILE = 16
-"""Rows of buffers are a multiple of it."""
-_ALIGN = 256
+_DTYPES = {
+    "inputs": torch.bfloat16,
+    "picks": torch.int32,
+    "weights": torch.float32,
+    "sums": torch.bfloat16,
+    "tables": torch.bfloat16,
+}
+"""Of regions that hold no records."""
 _MAIN, _BESIDE = 0, 1
 """Lanes of barriers."""
 
@@ -50,11 +61,6 @@ class Part(Protocol):
     def rows(self) -> int: ...
 
 
-def rows_each(first: int, total: int, ranks: int) -> int:
-    """Rows of a rank at most, a multiple of 8 (so that equal shapes are exchanged)."""
-    return -(-(total + first % 2) // (8 * ranks)) * 8
-
-
 def part_of(first: int, total: int, ranks: int, rank: int) -> slice:
     """A rank's rows of a chunk at `first`: neighbours, beginning at even positions but for the
     first rank, so that no pair of a ratio-2 entry is shared. May be empty."""
@@ -63,49 +69,21 @@ def part_of(first: int, total: int, ranks: int, rank: int) -> slice:
     return slice(min(start, total), min(stop, total))
 
 
-def region_shapes(
-    args: V41Args, rows: int, ranks: int
-) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """What a rank's memory for chunks of `rows` rows at most holds, by exchange."""
-    each, whole = _padded(rows_each(1, rows, ranks)), _padded(rows)
-    byte, half, k = torch.uint8, torch.bfloat16, args.num_experts_per_tok
-    window = args.sliding_window - 1 + whole + each
-    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-        "inputs": (half, (whole, args.hidden_size)),
-        "picks": (torch.int32, (whole, k)),
-        "weights": (torch.float32, (whole, k)),
-        "sums": (half, (each, ranks, args.hidden_size)),
-        "window": (byte, (window, record_bytes("window", args.head_dim))),
-        "main": (byte, (whole, record_bytes("main", args.head_dim))),
-        "index": (byte, (whole, record_bytes("index", args.index_head_dim))),
-    }
-    if args.engram_layer_ids:
-        tables = (args.engram_max_ngram_size - 1) * args.engram_n_heads
-        shapes["tables"] = (half, (each, tables * args.engram_head_dim))
-    return shapes
-
-
-def exchange_bytes(args: V41Args, rows: int, ranks: int) -> int:
-    """Bytes of that memory."""
-    return 0 if ranks == 1 else sum(_sizes(region_shapes(args, rows, ranks)))
-
-
 class Regions:
     """The ranks' memory by exchange."""
 
     def __init__(self, args: V41Args, rows: int, memory: PeerMemory) -> None:
         """`memory`: of `exchange_bytes` at least; chunks of `rows` rows at most."""
         self.rows, self.barrier = rows, memory.barrier
-        shapes, at = region_shapes(args, rows, len(memory.parts)), 0
+        at = 0
         self._views: dict[str, list[Tensor]] = {}
         self.addresses: dict[str, Tensor] = {}
-        for (name, (dtype, shape)), size in zip(shapes.items(), _sizes(shapes), strict=True):
-            count = torch.Size(shape).numel() * dtype.itemsize
-            some = slice(at, at + count)
+        for name, (size, shape) in exchange_regions(args, rows, len(memory.parts)).items():
+            some, dtype = slice(at, at + size * math.prod(shape)), _DTYPES.get(name, torch.uint8)
             self._views[name] = [part[some].view(dtype).view(shape) for part in memory.parts]
             places = [address + at for address in memory.addresses]
             self.addresses[name] = torch.tensor(places, device=memory.parts[0].device)
-            at += size
+            at = -(-some.stop // REGION_ALIGN) * REGION_ALIGN
 
     def of(self, name: str, rank: int) -> Tensor:
         """A rank's region."""
@@ -145,7 +123,7 @@ class RowShare:
         """`own` int32 [R], this rank's -> the whole chunk's, int32 [T]."""
         if self.size == 1:
             return own
-        number = torch.arange(_padded(chunk.total), dtype=own.dtype, device=own.device)
+        number = torch.arange(padded_chunk(chunk.total), dtype=own.dtype, device=own.device)
         return torch.where(number < chunk.total, number + _begin(chunk), -1)
 
     def _own(self, chunk: Part, rank: int | None = None) -> slice:
@@ -215,7 +193,7 @@ class RowShare:
             return v, picks, weights
         if self._lane is not None:
             torch.cuda.current_stream().wait_stream(self._lane)
-        rows = _padded(chunk.total)
+        rows = padded_chunk(chunk.total)
         names = "inputs", "picks", "weights"
         v, picks, weights = (self.regions.of(name, self.rank)[:rows] for name in names)
         picks[chunk.total :] = -1
@@ -307,15 +285,6 @@ class RowShare:
 
 def _begin(chunk: Part) -> int:
     return chunk.first - chunk.offset
-
-
-def _padded(rows: int) -> int:
-    return -(-rows // _TILE) * _TILE
-
-
-def _sizes(shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> list[int]:
-    bytes_ = (torch.Size(shape).numel() * dtype.itemsize for dtype, shape in shapes.values())
-    return [-(-count // _ALIGN) * _ALIGN for count in bytes_]
 
 
 def _filled(x: Tensor, rows: int) -> Tensor:

@@ -10,7 +10,7 @@ Letters: D hidden, S streams, F expert width, E experts, V vocabulary, C head wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 
 import torch
@@ -279,16 +279,22 @@ def _attention(load: _Loader, args: V41Args, prefix: str, layer: int | None) -> 
 
 def _experts(load: _Loader, prefix: str, count: int, picks: int) -> ExpertWeights:
     w13, w2 = load.experts(prefix, count)
-    shared = f"{prefix}.shared_experts"
+    shared13, shared2 = _shared_expert(load, prefix)
     return ExpertWeights(
         gate=load.bf16(f"{prefix}.gate.weight"),
         bias=load.vector(f"{prefix}.gate.bias"),
         w13=w13,
         w2=w2,
-        shared13=load.fp8(f"{shared}.w1.weight", f"{shared}.w3.weight"),
-        shared2=load.fp8(f"{shared}.w2.weight"),
+        shared13=shared13,
+        shared2=shared2,
         picks=picks,
     )
+
+
+def _shared_expert(load: _Loader, prefix: str) -> tuple[Weight, Weight]:
+    shared = f"{prefix}.shared_experts"
+    up = load.fp8(f"{shared}.w1.weight", f"{shared}.w3.weight")
+    return up, load.fp8(f"{shared}.w2.weight")
 
 
 def _mix(load: _Loader, prefix: str) -> MixWeights:
@@ -373,6 +379,29 @@ def _hash_tables(args: V41Args, token_map: Sequence[int], device: torch.device) 
     )
 
 
+def with_whole_maps(
+    layer: LayerWeights, number: int, source: WeightSource, args: V41Args
+) -> LayerWeights:
+    """One of several ranks' `number`th layer with attention, shared expert and Engram map from
+    `source`, which has them whole; all else is shared with `layer`."""
+    load, old = _Loader(source, layer.attn_norm.device), layer.attention
+    prefix = f"layers.{number}"
+    attention = replace(
+        _attention(load, args, f"{prefix}.attn", number),
+        w_in=old.w_in, q_norm=old.q_norm, kv_norm=old.kv_norm, raw=old.raw, entry=old.entry,
+    )  # fmt: skip
+    shared13, shared2 = _shared_expert(load, f"{prefix}.ffn")
+    engram = layer.engram
+    if engram is not None:
+        engram = replace(engram, wkv=load.fp8(f"{prefix}.engram.wkv.weight"))
+    return replace(
+        layer,
+        attention=attention,
+        experts=replace(layer.experts, shared13=shared13, shared2=shared2),
+        engram=engram,
+    )
+
+
 def load_weights(
     args: V41Args,
     source: WeightSource,
@@ -381,9 +410,11 @@ def load_weights(
     device: torch.device | str,
     drafter: bool = True,
     tables_on_host: bool = True,
+    behind: Callable[[int, LayerWeights], None] | None = None,
 ) -> ModelWeights:
     """Read and re-tile every weight. `token_map`: compressed id of each token, where the model has
-    Engram layers. `tables_on_host`: their tables stay in pinned host memory.
+    Engram layers. `tables_on_host`: their tables stay in pinned host memory. `behind`: called with
+    each layer of the backbone as soon as it is there, while its file is at hand.
 
     Raises ConfigError for a checkpoint whose tensors are not in the published formats.
     """
@@ -391,13 +422,15 @@ def load_weights(
         raise ConfigError("this model has Engram layers and needs the tokenizer's token map")
     device = torch.device(device)
     load = _Loader(source, device)
-    layers = tuple(
-        _layer(load, args, i, tables_on_host=tables_on_host) for i in range(args.num_hidden_layers)
-    )
+    layers = []
+    for i in range(args.num_hidden_layers):
+        layers.append(_layer(load, args, i, tables_on_host=tables_on_host))
+        if behind is not None:
+            behind(i, layers[-1])
     return ModelWeights(
         args=args,
         embed=load.half("embed.weight"),
-        layers=layers,
+        layers=tuple(layers),
         norm=load.vector("norm.weight"),
         head=load.bf16("head.weight"),
         drafter=_drafter(load, args) if drafter and args.num_nextn_predict_layers else None,

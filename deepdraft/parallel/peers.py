@@ -50,7 +50,7 @@ class SymmetricMemory:
         name: Any = dist.group.WORLD.group_name  # type: ignore[union-attr]
         self._handle: Any = symmetric.rendezvous(self._own, name)
         self.addresses: Sequence[int] = list(self._handle.buffer_ptrs)
-        self.parts = [
+        self.parts: Sequence[Tensor] = [
             self._own if rank == self._handle.rank else self._handle.get_buffer(
                 rank, (nbytes,), torch.uint8
             )

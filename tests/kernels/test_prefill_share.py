@@ -11,16 +11,17 @@ from deepdraft.arch import V41Args
 from deepdraft.engine.dummy import DummyWeights
 from deepdraft.kernels.cache import record_bytes
 from deepdraft.kernels.prefill_share import sum_of_picks
+from deepdraft.kernels.prefill_streams import Entered
 from deepdraft.models.v41_device import DevicePool
 from deepdraft.models.v41_prefill import DevicePrefill
+from deepdraft.models.v41_prefill_layers import PrefillLayers
+from deepdraft.models.v41_prefill_plan import exchange_bytes, rows_each
 from deepdraft.models.v41_prefill_share import (
     PrefillCuts,
     Regions,
     RowShare,
-    exchange_bytes,
     own_tables,
     part_of,
-    rows_each,
 )
 from deepdraft.models.v41_weights import load_weights
 from deepdraft.ops.engram_hash import engram_tables
@@ -37,6 +38,7 @@ class Part:
     offset: int
     total: int
     rows: int
+    positions: torch.Tensor | None = None
 
 
 CASES = [(0, 1), (0, 40), (7, 40), (6, 41), (1, 3), (3, 8), (5, 130)]
@@ -66,7 +68,7 @@ def share_of(group, rows: int, tables=()) -> RowShare:
     return RowShare(group, Regions(args(), rows, memory), tables)
 
 
-@pytest.mark.parametrize("first, total", CASES)
+@pytest.mark.parametrize("first, total", [(7, 40), (6, 41), (1, 3)])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_what_ranks_exchange(first, total, size):
     a = args()
@@ -142,9 +144,19 @@ def args() -> V41Args:
     return dataclasses.replace(small, engram_num_embeddings=rows)
 
 
+class Loud(DummyWeights):
+    """Random weights; routed experts of which the streams are full."""
+
+    def packed(self, name):
+        stored = super().packed(name)
+        if ".experts." not in name:
+            return stored
+        return dataclasses.replace(stored, scales=stored.scales + 5)
+
+
 @functools.cache
 def source() -> DummyWeights:
-    return DummyWeights(args(), device="cpu", seed=5)
+    return Loud(args(), device="cpu", seed=5)
 
 
 def cuts_of(size: int) -> PrefillCuts:
@@ -180,6 +192,36 @@ def read(group, text, cuts):
     pending = state.slot * pool.pending_ring + (n - 1) % pool.pending_ring
     held |= {f"pending {layer}": rows[pending] for layer, rows in pool.pending.items()}
     return held, logits
+
+
+def test_the_experts_of_ranks_add_up():
+    """A sublayer of experts on rows of ranks; its sums are those of one rank, in another order."""
+    size, total, first, a = 2, 11, 5, args()
+    generator = torch.Generator().manual_seed(7)
+    u = torch.randn(total, a.hidden_size, generator=generator).bfloat16()
+
+    def work(group):
+        np.seterr(all="ignore")
+        given = source()
+        if group.size > 1:
+            given = SlicedSource(given, cuts_of(group.size), group.rank)
+        ids = range(tiny.VOCABULARY)
+        weights = load_weights(args(), given, ids, device=DEVICE, drafter=False)
+        layers = PrefillLayers(weights, None, plans=tiny.PLANS, share=share_of(group, 24))
+        own = part_of(first, total, group.size, group.rank)
+        count, most = own.stop - own.start, rows_each(first, total, group.size)
+        part = Part(first + own.start, own.start, total, -(-most // 16) * 16)
+        x = torch.zeros(part.rows, a.hidden_size, dtype=torch.bfloat16)
+        x[:count] = u[own]
+        part.positions = torch.where(torch.arange(part.rows) < count, 0, -1).int()
+        y, shared = layers._experts(weights.layers[1].experts, Entered(x, x, x, None), part)
+        return y[:count].double().sum(1), shared[:count].double()
+
+    (want, shared), *_ = run_in_turn(1, work)
+    found = run_in_turn(size, work)
+    got = torch.cat([y for y, _ in found])
+    assert torch.equal(torch.cat([s for _, s in found]), shared)
+    assert (got - want).norm() / want.norm() < 2.0**-7
 
 
 @pytest.mark.full

@@ -13,7 +13,7 @@ from deepdraft.engine import gpu_runner
 from deepdraft.engine.dummy import DummyWeights, dummy_args
 from deepdraft.errors import ConfigError, EngineError
 from deepdraft.models.v41_device import DeviceV41
-from deepdraft.models.v41_joins import Joins
+from deepdraft.models.v41_joins import RankJoins
 from deepdraft.text.tokenizer import Tokenizer
 from tests.step import tiny
 
@@ -54,8 +54,8 @@ def test_a_gpu_that_cannot_run_the_model_is_refused_with_what_would(gpu, monkeyp
     [
         ({"device": "cuda"}, "engine.numerics must be"),
         (
-            {"device": "cuda", "numerics": "quant", "prefill": "encoder", "tp": 2},
-            "engine.prefill must be",
+            {"device": "cuda", "numerics": "quant", "load": "dummy", "tp": 2},
+            "engine.load must be",
         ),
         ({"load": "dummy"}, "engine.load must be checkpoint on a CPU"),
         ({"device": "tpu"}, "engine.device must be one of cpu, cuda"),
@@ -121,8 +121,9 @@ def test_memory_that_is_gone_ends_a_prompt_with_what_to_do(monkeypatch):
         runner.prefill(sequence, [1, 2, 3], final=True)
     runner.close_sequence(sequence, scrub=True)
     assert runner.num_free == 1
-    with pytest.raises(ConfigError, match="not split over ranks"):
-        DeviceV41(tiny.args(), tiny.source(), None, device="cpu", prefill_chunk=8, joins=Joins())
+    model.joins = RankJoins(None)
+    with pytest.raises(ConfigError, match="share_prefill comes first"):
+        model.new_pool(1, 64)
 
 
 def test_dummy_weights_need_no_shards(tmp_path):
