@@ -1,4 +1,8 @@
-"""Markov rounds of draft blocks: all drafts of a sequence in one program, over a shortlist.
+"""Markov rounds of draft blocks over shortlists, in two launches.
+
+Which draft comes before another is not known, but it is one of the shortlist before it. So the bias
+of every token of a shortlist behind every one of the list before is made at once, by many programs;
+then one program a sequence goes through its rounds, each of which reads one row of these.
 
 Contract and reference: `deepdraft.ops.markov`. The shortlist of a draft is its best base logits
 (`index.select_top`). The noise is that of `sample.pick_tokens` for the same seed and position, so a
@@ -18,7 +22,7 @@ from torch import Tensor
 
 from deepdraft.kernels.index import select_top
 from deepdraft.kernels.layout import GROUP, Tiled
-from deepdraft.kernels.runtime import check, launch, next_power, wait_for_inputs
+from deepdraft.kernels.runtime import INTERPRET, check, launch, next_power, wait_for_inputs
 from deepdraft.kernels.sample import gumbel
 
 SHORTLIST = 256
@@ -47,41 +51,70 @@ def confidence_sum(hidden_ptr, weight_ptr, D, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def markov_pairs_kernel(
+    list_ptr, last_ptr, embed_ptr, head_ptr, hidden_ptr, confidence_ptr,
+    bias_ptr, own_ptr, fixed_ptr, V, D, K, B,
+    TILE: tl.constexpr, M: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Of the row's shortlist behind each token j before it: biases [K, K], and what j and the row
+    have in the draft's confidence."""
+    wait_for_inputs(PDL)
+    row, from_j, from_k = tl.program_id(0), tl.program_id(1) * SIDE, tl.program_id(2) * SIDE
+    q, first = row // B, row % B == 0
+    if first & (from_j > 0):
+        return  # behind the last token alone
+    side, i = tl.arange(0, SIDE), tl.arange(0, 32)
+    j, k = from_j + side, from_k + side
+    before = tl.load(list_ptr + (row - 1) * K + j, mask=(j < K) & (row % B > 0), other=-1)
+    before = tl.where(first, tl.load(last_ptr + q), before)
+    embed_at = tl.minimum(tl.maximum(before, 0), V - 1).to(tl.int64) * M
+    v = tl.maximum(tl.load(list_ptr + row * K + k, mask=k < K, other=0), 0)
+    # Row v of the head lies in groups of 32 columns, TILE rows apart from group to group.
+    head_at = ((v // TILE).to(tl.int64) * (M // 32) * TILE + v % TILE) * 32
+    bias = tl.zeros((SIDE, SIDE), tl.float32)
+    own = tl.zeros((SIDE,), tl.float32)
+    for g in tl.static_range(M // 32):
+        e = tl.load(embed_ptr + embed_at[:, None] + g * 32 + i[None, :])
+        w = tl.load(head_ptr + head_at[None, :] + g * TILE * 32 + i[:, None])
+        if INTERPRET:
+            bias = tl.dot(e.to(tl.float32), w.to(tl.float32), bias, input_precision="ieee")
+        else:
+            bias = tl.dot(e, w, bias)
+        weight = tl.load(confidence_ptr + D + g * 32 + i)
+        own += tl.sum(e.to(tl.float32) * weight[None, :], axis=1)
+    at = (row * K + j).to(tl.int64)
+    inside = (j < K)[:, None] & (k < K)[None, :]
+    tl.store(bias_ptr + at[:, None] * K + k[None, :], bias, mask=inside)
+    if from_k == 0:
+        tl.store(own_ptr + at, own, mask=j < K)
+        if from_j == 0:
+            hidden_ptr += row.to(tl.int64) * D
+            tl.store(fixed_ptr + row, confidence_sum(hidden_ptr, confidence_ptr, D, BLOCK))
+
+
+@triton.jit
 def markov_kernel(
-    base_ptr, list_ptr, embed_ptr, head_ptr, hidden_ptr, confidence_ptr,
-    last_ptr, place_ptr, slot_ptr, temperature_ptr, seed_ptr,
-    token_ptr, raw_ptr, logits_ptr, V, W, D, K, B,
-    TILE: tl.constexpr, M: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    base_ptr, list_ptr, bias_ptr, own_ptr, fixed_ptr, place_ptr, slot_ptr, temperature_ptr,
+    seed_ptr, token_ptr, raw_ptr, logits_ptr, V, W, K, B, KP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     q = tl.program_id(0)
-    previous = tl.load(last_ptr + q)
     place = tl.load(place_ptr + q)
     slot = tl.maximum(tl.load(slot_ptr + q * W), 0)
     temperature = tl.load(temperature_ptr + slot)
     seed = tl.load(seed_ptr + slot).to(tl.uint64)
     usable = place >= 0
-    k, j = tl.arange(0, KP), tl.arange(0, 32)
+    k = tl.arange(0, KP)
+    before = 0  # where the draft before lies in its shortlist
     for b in range(B):
         row = q * B + b
+        at = row.to(tl.int64) * K + before
         v = tl.load(list_ptr + row * K + k, mask=k < K, other=-1)
         there = v >= 0
         v = tl.maximum(v, 0)
         logit = tl.load(base_ptr + row.to(tl.int64) * V + v, mask=there, other=float("-inf"))
-        # Row v of the head lies in groups of 32 columns, TILE rows apart from group to group.
-        at = ((v // TILE).to(tl.int64) * (M // 32) * TILE + v % TILE) * 32
-        embed_at = tl.minimum(tl.maximum(previous, 0), V - 1).to(tl.int64) * M
-        bias = tl.zeros((KP,), tl.float32)
-        own = tl.zeros((32,), tl.float32)
-        for g in tl.static_range(M // 32):
-            e = tl.load(embed_ptr + embed_at + g * 32 + j).to(tl.float32)
-            where = at[:, None] + g * TILE * 32 + j[None, :]
-            w = tl.load(head_ptr + where, mask=there[:, None], other=0.0).to(tl.float32)
-            bias += tl.sum(w * e[None, :], axis=1)
-            own += e * tl.load(confidence_ptr + D + g * 32 + j)
-        logit += bias
-        raw = confidence_sum(hidden_ptr + row.to(tl.int64) * D, confidence_ptr, D, BLOCK)
-        raw += tl.sum(own, axis=0)
+        logit += tl.load(bias_ptr + at * K + k, mask=there, other=0.0)
+        raw = tl.load(fixed_ptr + row) + tl.load(own_ptr + at)
         top = tl.max(tl.where(logit == logit, logit, float("inf")), axis=0)
         usable = usable & (top > float("-inf")) & (top < float("inf"))
         score = logit.to(tl.float64)
@@ -89,9 +122,9 @@ def markov_kernel(
             score = (score - top.to(tl.float64)) / temperature
             score += gumbel(seed, (place + 1 + b).to(tl.uint64), v.to(tl.uint64))
         _, best = tl.max(score, axis=0, return_indices=True)
+        before = tl.minimum(best, K - 1)
         token = tl.sum(tl.where(k == best, v, 0), axis=0)
-        previous = tl.where(usable, token, -1)
-        tl.store(token_ptr + row, previous)
+        tl.store(token_ptr + row, tl.where(usable, token, -1))
         tl.store(raw_ptr + row, raw)
         tl.store(logits_ptr + row * K + k, logit, mask=k < K)
 
@@ -149,13 +182,21 @@ def markov_rounds(
     tokens = torch.empty(q, block, dtype=torch.int32, device=device)
     raw = torch.empty(q, block, dtype=torch.float32, device=device)
     logits = torch.empty(q, block, keep, dtype=torch.float32, device=device)
+    bias = torch.empty(rows, keep, keep, dtype=torch.float32, device=device)
+    own = torch.empty(rows, keep, dtype=torch.float32, device=device)
+    fixed = torch.empty(rows, dtype=torch.float32, device=device)
+    side = min(64, next_power(keep, 16))
+    parts = -(-keep // side)
+    launch(
+        markov_pairs_kernel, (rows, parts, parts),
+        found.entries, last, embed, head.values, hidden, confidence, bias, own, fixed,
+        vocabulary, size, keep, block,
+        TILE=head.plan.tile, M=rank, SIDE=side, BLOCK=min(1024, next_power(size)), num_warps=4,
+    )  # fmt: skip
     launch(
         markov_kernel, (q,),
-        base, found.entries, embed, head.values, hidden, confidence,
-        last, place, slots, temperature, seeds, tokens, raw, logits,
-        vocabulary, width, size, keep, block,
-        TILE=head.plan.tile, M=rank, KP=next_power(keep), BLOCK=min(1024, next_power(size)),
-        num_warps=8,
+        base, found.entries, bias, own, fixed, place, slots, temperature, seeds, tokens, raw,
+        logits, vocabulary, width, keep, block, KP=next_power(keep), num_warps=2,
     )  # fmt: skip
     return Drafts(tokens, raw, logits, found.entries)
 
