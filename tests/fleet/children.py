@@ -1,10 +1,12 @@
 """Processes of the live tests: started in a session of their own, read while they run, ended."""
 
+import contextlib
 import os
 import subprocess
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 
 class Child:
@@ -68,3 +70,24 @@ def replicas_of(name: str) -> list[int]:
         except (ValueError, OSError):
             continue
     return sorted(found)
+
+
+def process_of(name: str, label: str) -> int:
+    """Process id of one replica: Ray names its log by what the label ends with."""
+    unique = label.rpartition("-")[2]
+    for pid in replicas_of(name):
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if unique in os.readlink(fd):
+                    return pid
+    raise LookupError(f"no process writes the log of {label}")
+
+
+def ranks_of(replica: int) -> list[int]:
+    """Processes that run the other ranks of a replica's engine."""
+    found = []
+    for listed in Path(f"/proc/{replica}/task").glob("*/children"):
+        for pid in listed.read_text().split():
+            if b"deepdraft.engine.rank_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(int(pid))
+    return found

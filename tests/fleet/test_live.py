@@ -25,7 +25,9 @@ import pytest
 from deepdraft.proof.fleet_served import free_port
 from deepdraft.server.service import bundled_checkpoint
 from tests.fleet.asking import Answered, Failed, Json, ask
-from tests.fleet.children import Child, replicas_of
+from tests.fleet.children import Child, process_of, ranks_of, replicas_of
+from tests.parallel.served import write_served
+from tests.parallel.test_launch import alive
 
 REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
 pytestmark = [
@@ -283,3 +285,48 @@ def test_a_fleet_whose_replicas_cannot_start_says_why_and_leaves_nothing(tmp_pat
         assert replicas_of(fleet.name) == []
     finally:
         fleet.child.end(signal.SIGKILL)
+
+
+def test_a_rank_is_killed_under_a_stream(tmp_path: Path) -> None:
+    """Engines of two ranks each: the stream goes on in the other replica, and the one that lost
+    its rank is replaced."""
+    model = write_served(tmp_path / "model")
+    fleet = make_fleet(
+        tmp_path,
+        f"""model = "{model}"
+
+[engine]
+tp = 2
+schedule = "all"
+[replicas]
+count = 2
+cpus = 0.5
+selftest = false
+look_s = 1.0
+resume = true""",
+    )
+    fleet.start()
+    try:
+        fleet.child.wait_for("2 replicas are ready", PATIENCE_S)
+        body = {"prompt": "Hello there", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+        with httpx.Client(base_url=fleet.url, timeout=PATIENCE_S) as client:
+            true = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+            with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+                replica = process_of(fleet.name, answer.headers["x-deepdraft-replica"])
+                [rank] = ranks_of(replica)
+                lines = answer.iter_lines()
+                said = [next(lines) for _ in range(20)]
+                os.kill(rank, signal.SIGKILL)
+                said += lines
+        data = [line.removeprefix("data: ") for line in said if line.startswith("data: ")]
+        assert data.pop() == "[DONE]"
+        assert "".join(json.loads(d)["choices"][0]["text"] for d in data) == true
+        fleet.child.wait_until(lambda: replica not in replicas_of(fleet.name), PATIENCE_S)
+        fleet.child.wait_until(lambda: fleet.ready() == 2, PATIENCE_S)
+        every = [rank for pid in replicas_of(fleet.name) for rank in ranks_of(pid)]
+        assert len(every) == 2
+        fleet.child.end(signal.SIGTERM)
+        assert not any(map(alive, every))
+    finally:
+        fleet.child.end(signal.SIGKILL)
+    assert replicas_of(fleet.name) == []
