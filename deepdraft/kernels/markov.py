@@ -185,7 +185,7 @@ def markov_rounds(
     bias = torch.empty(rows, keep, keep, dtype=torch.float32, device=device)
     own = torch.empty(rows, keep, dtype=torch.float32, device=device)
     fixed = torch.empty(rows, dtype=torch.float32, device=device)
-    side = min(64, next_power(keep, 16))
+    side = min(32, next_power(keep, 16))
     parts = -(-keep // side)
     launch(
         markov_pairs_kernel, (rows, parts, parts),
