@@ -3,6 +3,7 @@ under conversations; every answer compared with that of a server without a cache
 
     python bench/fleet_faults.py --answers /tmp/answers.json --oracle       once; needs no quiet
     python bench/fleet_faults.py --answers /tmp/answers.json [--out bench/results/i-faults.json]
+    python bench/fleet_faults.py ... --fronts 2 --faults kill_front,kill,kill_front     fronts, too
 
 Bundled model, real Ray, real Redis, all on this machine. Half of the turns are streams, a fifth is
 sampled with a seed. The questions and, as long as answers are right, the answers are the same in
@@ -39,6 +40,7 @@ from deepdraft.proof.fleet_trace import TracePlan, fleet_trace
 from tests.fleet.asking import CHAT, Failed, Json, ask
 from tests.fleet.children import Child, replicas_of
 from tests.fleet.test_live import PASSWORD, REDIS, Fleet, _ready, make_fleet
+from tests.parallel.test_launch import alive
 
 PATIENCE_S = 300.0
 REPLICAS = 3
@@ -52,6 +54,8 @@ AHEAD = 200
 SETTINGS = """
 [engine]
 kv_memory = "64MiB"
+kv_spill = "{place}/spill"
+kv_spill_bytes = "256MiB"
 max_queue = {max_queue}
 [fleet]
 directory = "{redis}"
@@ -65,6 +69,7 @@ look_s = 1.0
 quiet_s = 3.0
 hang_s = 30.0
 resume = {resume}
+fronts = {fronts}
 [ray]
 cpus = 4
 """
@@ -275,8 +280,8 @@ class Redis:
 class Harm:
     """The fleet and what is done to it."""
 
-    def __init__(self, place: Path, resume: bool) -> None:
-        self.resume = str(resume).lower()
+    def __init__(self, place: Path, resume: bool, fronts: int) -> None:
+        self.place, self.fronts, self.resume = place, fronts, str(resume).lower()
         self.redis = Redis(place)
         self.fleet: Fleet = make_fleet(place, "\n" + self.settings())
         self.log: list[Json] = []
@@ -286,15 +291,21 @@ class Harm:
         self.queue = 256
 
     def settings(self, queue: int = 256) -> str:
-        return SETTINGS.format(redis=self.redis.url, resume=self.resume, max_queue=queue)
+        return SETTINGS.format(
+            redis=self.redis.url,
+            place=self.place,
+            resume=self.resume,
+            fronts=self.fronts,
+            max_queue=queue,
+        )
 
     def healed(self) -> bool:
         try:
             health = httpx.get(f"{self.fleet.url}/healthz", timeout=60).json()
         except (httpx.HTTPError, ValueError):
             return False
-        states = health["replicas"]
-        return states == {"ready": REPLICAS} and len(replicas_of(self.fleet.name)) == REPLICAS
+        there = [len(replicas_of(self.fleet.name, kind)) for kind in ("Replica", "Front")]
+        return health["replicas"] == {"ready": REPLICAS} and there == [REPLICAS, self.fronts]
 
     def wait_healed(self) -> None:
         self.fleet.child.wait_until(self.healed, PATIENCE_S)
@@ -313,6 +324,12 @@ class Harm:
 
     def kill(self) -> None:
         os.kill(self.any(), signal.SIGKILL)
+
+    def kill_front(self) -> None:
+        """With what it was answering; its place is taken by another."""
+        pid = self.chance.choice(replicas_of(self.fleet.name, "Front"))
+        os.kill(pid, signal.SIGKILL)
+        self.fleet.child.wait_until(lambda: not alive(pid), PATIENCE_S)
 
     def kill_busiest(self) -> None:
         def ticks(pid: int) -> int:
@@ -335,7 +352,7 @@ class Harm:
         """Until Ray finds out and replaces it."""
         pid = self.any()
         os.kill(pid, signal.SIGSTOP)
-        self.fleet.child.wait_until(lambda: pid not in replicas_of(self.fleet.name), PATIENCE_S)
+        self.fleet.child.wait_until(lambda: not alive(pid), PATIENCE_S)
 
     def drain(self) -> None:
         health = httpx.get(f"{self.fleet.url}/healthz", timeout=60).json()
@@ -395,6 +412,17 @@ def spread(values: list[float]) -> Json:
     return {**found, "max": round(ordered[-1], 3)}
 
 
+def still_running(fleet: Fleet) -> int:
+    """Requests that engines still have half a minute after the last answer: nobody's."""
+    until = time.monotonic() + 30
+    while True:
+        engines = fleet.status()["engines"]
+        left = sum(own["running"] + own["waiting"] for own in engines)
+        if not left or time.monotonic() > until:
+            return left
+        time.sleep(1.0)
+
+
 def routed(url: str) -> Json:
     """What the front says that it did with requests."""
     return httpx.get(f"{url}/healthz", timeout=60).json().get("routed", {})
@@ -429,12 +457,14 @@ def record(options: Any, harm: Harm, clients: Clients, errors: list[str]) -> Jso
         **provenance(),
         "ray": importlib.metadata.version("ray"),
         "resume": not options.no_resume,
+        "fronts": options.fronts,
         "workers": options.workers,
         **clients.counts,
         "lost_conversations": options.conversations - clients.counts["conversations"],
         "failed_requests": len(clients.failed),
         "failed": clients.failed,
         "faults": harm.log,
+        "faults_of_each_kind": collections.Counter(fault["kind"] for fault in harm.log),
         "faults_not_done": harm.missing,
         "errors": errors,
         "later_turns_reuse": round(cached / prompt, 4),
@@ -444,8 +474,8 @@ def record(options: Any, harm: Harm, clients: Clients, errors: list[str]) -> Jso
     }
 
 
-def main() -> None:
-    """See the module."""
+def arguments() -> argparse.Namespace:
+    """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--answers", type=Path, required=True)
     parser.add_argument("--oracle", action="store_true", help="make the answers, and end")
@@ -454,9 +484,15 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--faults", default=",".join(FAULTS))
     parser.add_argument("--no-resume", action="store_true")
+    parser.add_argument("--fronts", type=int, default=1)
     parser.add_argument("--keep", action="store_true", help="keep the fleet's logs")
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """See the module."""
+    options = arguments()
     chats = conversations(options.conversations, options.turns)
     if options.oracle:
         ask_oracle(chats, options.answers)
@@ -469,7 +505,7 @@ def main() -> None:
     span = (last - first) / max(1, len(faults) - 1)
     thresholds = [int(options.turns * (first + span * i)) for i in range(len(faults))]
     place = Path(tempfile.mkdtemp(prefix="ff"))
-    harm = Harm(place, not options.no_resume)
+    harm = Harm(place, not options.no_resume, options.fronts)
     harm.missing = len(faults)
     errors: list[str] = []
     begin = time.monotonic()
@@ -484,12 +520,13 @@ def main() -> None:
         took_s = clients.at()
         thread.join()
         harm.wait_healed()
-        counters = routed(harm.fleet.url)
+        counters, left = routed(harm.fleet.url), still_running(harm.fleet)
     finally:
         if not options.keep:
             harm.close()
     result = record(options, harm, clients, errors) | {
         "routed_since_the_upgrade": counters,
+        "requests_left_on_engines": left,
         "seconds": took_s,
         "start_s": round(started_s, 1),
     }
@@ -497,7 +534,8 @@ def main() -> None:
     if options.out:
         options.out.write_text(text)
     print(text)
-    sys.exit(bool(clients.counts["different"] or clients.failed or errors or harm.missing))
+    unexpected = clients.failed and "kill_front" not in faults
+    sys.exit(bool(clients.counts["different"] or unexpected or errors or harm.missing or left))
 
 
 if __name__ == "__main__":

@@ -58,9 +58,10 @@ class Child:
         self._reader.join(60)
 
 
-def replicas_of(name: str) -> list[int]:
-    """Process ids of the replicas of a fleet on this machine, as Ray titles them."""
-    title = f"ray::ServeReplica:{name}:Replica".encode()
+def replicas_of(name: str, kind: str = "Replica") -> list[int]:
+    """Process ids of the replicas of a fleet on this machine, or of its fronts (`kind` Front), as
+    Ray titles them."""
+    title = f"ray::ServeReplica:{name}:{kind}".encode()
     found = []
     for entry in os.listdir("/proc"):
         try:
