@@ -35,27 +35,40 @@ class Seat:
         self.state = "ready"
         """ready, quiet (nothing was heard for a while), draining, gone."""
         self.load = Load()
+        self._foreign = self._foreign_to_read = 0
+        """Requests that other fronts have there, and the tokens of their prompts."""
         self.stats: dict[str, int] = {}
         """The engine's counters, as it last told them."""
         self.times: dict[str, Times] = {}
         self.heard = 0.0
         self.flights: dict[str, Flight] = {}
         """By the id of the attempt."""
-        self.num_placed = 0
+        self.rows = 0
+        """That this front's requests took there: tokens of prompts computed, tokens answered."""
 
     @property
     def label(self) -> str:
         """The replica's name."""
         return self.identity.label
 
+    def report(self, load: Load) -> None:
+        """Takes what the engine says. Of this front's own requests it is always late, so only what
+        is beyond them counts."""
+        self.load = load
+        self._foreign = max(0, load.running + load.waiting - len(self.flights))
+        self._foreign_to_read = max(0, load.to_read - self._to_read)
+
+    @property
+    def _to_read(self) -> int:
+        return sum(len(f.source.prompt_ids) for f in self.flights.values() if not f.tokens)
+
     @property
     def cost(self) -> float:
         """Milliseconds, roughly, until a new request would have a few tokens: what is to be read
-        before it, and the steps that it shares. What was sent since the last beat counts."""
+        before it, and the steps that it shares."""
         load = self.load
-        own = sum(len(f.source.prompt_ids) for f in self.flights.values() if not f.tokens)
-        active = max(load.running + load.waiting, len(self.flights))
-        reading = max(load.to_read, own) * (load.prompt_us or 1.0)
+        active = self._foreign + len(self.flights)
+        reading = (self._foreign_to_read + self._to_read) * (load.prompt_us or 1.0)
         queue = max(0, active - load.running - load.free) if load.free or load.running else 0
         return 1e-3 * (reading + (active + queue) * (load.row_us or 1.0) * ANSWER_TOKENS)
 

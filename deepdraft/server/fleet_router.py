@@ -94,6 +94,8 @@ class Router:
     def join(self, seat: Seat) -> None:
         """An engine can be used."""
         seat.heard = self._clock()
+        # As much as the one that did least: a new one is not to get all that comes.
+        seat.rows = min((s.rows for s in self.seats), default=0)
         self.seats.append(seat)
         self._place_homeless()
 
@@ -226,7 +228,8 @@ class Router:
     # Placing
 
     def _choose(self, flights: Sequence[Flight], but: Iterable[str]) -> Seat | None:
-        """Of two engines drawn at random the one with less to do; or the conversation's own."""
+        """Of two engines drawn at random the one with less to do, where both have nothing the one
+        that did less so far; or the conversation's own."""
         kin, generation, not_these = flights[0].kin, flights[0].generation, set(but)
         every = [s for s in self.ready(kin) if s.identity.incarnation not in not_these]
         seats = [s for s in every if s.identity.generation == generation]
@@ -239,7 +242,7 @@ class Router:
             # The largest of all digests: it moves only where its engine goes, or one comes.
             return max(seats, key=lambda seat: _digest(session.key, seat.identity.incarnation))
         drawn = self._chance.sample(seats, min(2, len(seats)))
-        return min(drawn, key=lambda seat: (seat.cost, seat.num_placed))
+        return min(drawn, key=lambda seat: (seat.cost, seat.rows))
 
     def _open(self, opening: Opening) -> None:
         """Sends requests to an engine that has not refused them; without one they wait, or, where
@@ -266,7 +269,6 @@ class Router:
             flight.seat, flight.opening = seat, opening
             seat.flights[flight.attempt] = flight
             asks.append(ask_of(flight.request(now), flight.attempt))
-        seat.num_placed += len(asks)
         self.counters.add("placed", len(asks))
         seat.post(Submit(tuple(asks)))
 
@@ -398,6 +400,8 @@ class Router:
                 changes["step"] = replace(told.step, index=flight.last_step)
         if changes:
             told = replace(told, **changes)
+        if flight.seat is not None:
+            flight.seat.rows += _rows(flight, event)
         flight.tokens += told.token_ids
         if told.finish_reason is not None:
             self._take_off(flight, tell=False)
@@ -406,7 +410,7 @@ class Router:
             flight.deliver(told)
 
     def _beat(self, seat: Seat, beat: Beat) -> None:
-        seat.load = beat.load
+        seat.report(beat.load)
         seat.stats = seat.stats if beat.stats is None else beat.stats
         seat.times = seat.times if beat.times is None else beat.times
         if beat.state == "failed":
@@ -480,6 +484,14 @@ class Router:
             assert all(f.seat is seat and f.attempt == a for a, f in seat.flights.items())
         assert all(f.seat is None and f.opening is not None for f in waiting)
         assert not any(f.done for f in (*on_seats, *waiting))
+
+
+def _rows(flight: Flight, event: Event) -> int:
+    """What an event's tokens took; with the first one comes what its prompt took."""
+    rows = len(event.token_ids)
+    if rows and not flight.tokens:
+        rows += len(flight.source.prompt_ids) - (event.cached.num_tokens if event.cached else 0)
+    return rows
 
 
 def _digest(session: str, incarnation: str) -> bytes:

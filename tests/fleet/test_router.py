@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from deepdraft.errors import DeepdraftError, Overloaded
-from deepdraft.server.fleet_flights import Seat
+from deepdraft.server.fleet_flights import ANSWER_TOKENS, Seat
 from deepdraft.server.fleet_router import MOST_LOSSES
 from deepdraft.server.fleet_wire import (
     Event,
@@ -429,14 +429,32 @@ def test_a_conversation_stays_where_it_is_while_it_can() -> None:
 
 
 def test_idle_engines_share_alike() -> None:
+    """By what requests took, not by their number: one in ten has a long prompt."""
     world = World(engines=3)
-    for _ in range(300):
-        world.ask(length=1)
+    for i in range(300):
+        world.ask(length=1, prompt_ids=(5,) * (900 if i % 10 == 0 else 20))
         world.read()
         for engine in world.engines:
             engine.step(world.router, 10)
-    shares = [e.seat.num_placed for e in world.engines]
-    assert max(shares) - min(shares) <= 0.15 * 100
+    done = [e.seat.rows for e in world.engines]
+    assert sum(done) == 30 * 900 + 270 * 20 + 300
+    assert max(done) / (sum(done) / 3) < 1.12
+    late = world.add()
+    assert late.seat.rows == min(done), "a new one does not get all that comes"
+
+
+def test_what_a_front_knows_itself_is_not_taken_from_late_reports() -> None:
+    world = World(engines=1)
+    [engine] = world.engines
+    seat = engine.seat
+    world.ask(length=3)
+    world.read()
+    engine.beat(world.router, running=1, free=8, to_read=2, prompt_us=500.0, row_us=1e3)
+    busy = seat.cost
+    world.finish()
+    assert seat.cost == 0 < busy, "nothing is at hand, whatever it said before"
+    engine.beat(world.router, running=2, waiting=1, free=6, row_us=1e3)
+    assert seat.cost == pytest.approx(3 * ANSWER_TOKENS), "another front's three"
 
 
 class Faults(RuleBasedStateMachine):

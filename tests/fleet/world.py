@@ -194,9 +194,8 @@ class World:
         requests = [
             GenerateRequest(
                 request_id=f"r{self.numbers}-{i}",
-                prompt_ids=(self.numbers, i + 1),
                 max_new_tokens=length,
-                **fields,
+                **{"prompt_ids": (self.numbers, i + 1), **fields},
             )
             for i in range(n)
         ]
