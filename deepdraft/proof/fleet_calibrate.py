@@ -73,6 +73,8 @@ class Calibration:
         self._fleet, self._targets, self._runs = fleet, targets, runs
         self._tokens = max(16, tokens)
         self._number = random.SystemRandom().randrange(1 << 40)
+        self._due = fleet.counters()[_ENDED]
+        """Requests that the fleet will have counted."""
 
     def engine(self, say: Say) -> Costs:
         """The first server's tables: of its engine, of the way to it, of what runs beside it."""
@@ -106,6 +108,7 @@ class Calibration:
 
     def _one(self, at: int, turns: tuple[str, ...], tokens: int, session: str = "") -> Answer:
         answer = self._targets[at].ask(Ask(turns, tokens, session=session or None))
+        self._due += 1
         if answer.fault is not None:
             raise EngineError(f"calibration: {answer.fault}: {answer.message}")
         return answer
@@ -113,17 +116,21 @@ class Calibration:
     @contextlib.contextmanager
     def _scene(self) -> Generator[_Scene]:
         """Requests whose answers are put into the scene; its counters are there when it ends."""
-        scene, before = _Scene(), self._fleet.counters()
+        scene, before = _Scene(), self._counters()
         cpu_s, begin = self._cpu_s(), time.perf_counter()
         yield scene
         scene.wall_s = time.perf_counter() - begin
         scene.cpu_s = self._cpu_s() - cpu_s
+        scene.counted = self._counters()
+        scene.counted.subtract(before)
+
+    def _counters(self) -> Counter[str]:
+        """The fleet's, when all that was answered is counted."""
         until = time.monotonic() + _SETTLE_S
         while True:
-            scene.counted = self._fleet.counters()
-            scene.counted.subtract(before)
-            if scene.counted[_ENDED] >= len(scene.answers):
-                return
+            counted = self._fleet.counters()
+            if counted[_ENDED] >= self._due:
+                return counted
             if time.monotonic() > until:
                 raise EngineError("calibration: the fleet does not count what it answered")
             time.sleep(_SETTLED_S)
@@ -141,6 +148,7 @@ class Calibration:
             thread.start()
         for thread in threads:
             thread.join()
+        self._due += len(asks)
         kept = [a for a in answers if a is not None and a.fault is None and a.tokens > 1]
         if len(kept) < len(asks):
             raise EngineError("calibration: streams at a time were not all answered")
@@ -268,6 +276,8 @@ class Calibration:
                 own.append((known, size, there_s - here_s))
             rows.append(tuple(map(statistics.fmean, zip(*own, strict=True))))
         (few, small, _), (many, large, _), (later, grown, _) = rows
+        if not large:
+            raise EngineError("calibration: no server fetched what the other one has")
         per_token = max(0.0, (large - small) / (many - few))
         base = max(0.0, small - per_token * few)
         turns_kept = round((grown - per_token * later) / base) if base else 1
