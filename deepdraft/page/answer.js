@@ -23,7 +23,8 @@ export class Answer {
     this.fold = el("details.thinking", { hidden: true }, this.summary, this.thoughts);
     this.body = el("div.md", { "data-track": "content" });
     this.note = el("p.note", { hidden: true });
-    this.wait = el("p.wait", {}, el("span.pulse"), "waiting for the first token");
+    this.waits = el("span", {}, "waiting for the first token");
+    this.wait = el("p.wait", {}, el("span.pulse"), this.waits);
     this.figures = el("p.figures");
     this.buttons = el("div.buttons");
     this.strip = new Strip((step) => this.mark(step?.index ?? null));
@@ -58,6 +59,12 @@ export class Answer {
     if (choice.speculation) this.report = choice.speculation;
     if (choice.finish_reason) this.reason = choice.finish_reason;
     this.#schedule();
+  }
+
+  // How far a long prompt is.
+  reading({ done, total, rate, left }) {
+    this.waits.textContent =
+      `reading the prompt: ${num(done)} of ${num(total)} tokens, ${num(rate)} a second, ${num(left)} s left`;
   }
 
   #step(step) {

@@ -111,7 +111,8 @@ async function stream(view, body, turn) {
         view.chunk(chunk);
         turn.reasoning = view.reasoning.text;
         turn.content = view.content.text;
-      });
+      },
+      (far) => view.reading(far));
     reason = view.reason ?? "stop";
   } catch (error) {
     if (leaving) message = turn.note; // the browser cut it off

@@ -61,9 +61,13 @@ export async function metrics() {
   return values;
 }
 
-// POSTs a chat body and calls onChunk for each chunk until the stream ends. Throws ApiError, or
-// the AbortError of `signal`.
-export async function chat(body, signal, onChunk) {
+// What the server says while it reads a long prompt, in comments of the stream.
+const READING = /^: prompt (\d+) of (\d+) tokens, (\d+) a second, (\d+) s left$/;
+
+// POSTs a chat body and calls onChunk for each chunk until the stream ends, and before that
+// onReading({done, total, rate, left}) while the prompt is read. Throws ApiError, or the AbortError
+// of `signal`.
+export async function chat(body, signal, onChunk, onReading) {
   const response = await fetch("v1/chat/completions", {
     method: "POST",
     headers: headers({ "content-type": "application/json" }),
@@ -80,6 +84,11 @@ export async function chat(body, signal, onChunk) {
     const lines = held.split("\n");
     held = lines.pop();
     for (const line of lines) {
+      const far = READING.exec(line);
+      if (far) {
+        const [done, total, rate, left] = far.slice(1).map(Number);
+        onReading({ done, total, rate, left });
+      }
       if (!line.startsWith("data:")) continue;
       const data = line.slice(5).trim();
       if (data === "[DONE]") return;

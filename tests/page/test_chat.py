@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from tests.server.conftest import Live
 
 from .conftest import Opened
@@ -55,6 +57,30 @@ def test_the_gauges(open_page: Callable[..., Opened]) -> None:
         answer = tab.ask()
         assert page.inner_text("#g-cache") == told
     assert "prompt 1,300, 1,200 from the cache" in answer.locator(".figures").inner_text()
+    assert tab.complaints == []
+
+
+def test_how_far_a_long_prompt_is(
+    open_page: Callable[..., Opened], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told while it is read, gone with the first token."""
+    monkeypatch.setattr("deepdraft.engine.reading.EVERY_S", 0.0)
+    monkeypatch.setattr("deepdraft.engine.reading.SPACING", float("inf"))
+    tab, go_on, parts = open_page(engine={"prefill_chunk": 16}), threading.Event(), []
+
+    def third_waits(sequence: object, ids: list[int]) -> None:
+        parts.append(ids)
+        assert len(parts) < 3 or go_on.wait(60)
+
+    tab.toy.runner.prefill_fault = third_waits
+    tab.say("Read.")
+    tab.send("word " * 40)
+    told = "reading the prompt: 32 of [0-9]+ tokens, [0-9,]+ a second, [0-9,]+ s left"
+    wait = tab.page.wait_for_selector(f".wait :text-matches('^{told}$')")
+    go_on.set()
+    tab.finished()
+    assert not wait.is_visible()
+    assert tab.page.inner_text("article.answer [data-track=content]") == "Read."
     assert tab.complaints == []
 
 
