@@ -13,6 +13,7 @@ after every figure.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -33,13 +35,15 @@ from deepdraft.arch import V41Args  # noqa: E402
 from deepdraft.checkpoint.config import parse_args  # noqa: E402
 from deepdraft.engine.dummy import DummyWeights, dummy_args  # noqa: E402
 from deepdraft.errors import RankError  # noqa: E402
+from deepdraft.kernels import attention  # noqa: E402
+from deepdraft.kernels.native import attend, boundary  # noqa: E402
 from deepdraft.kernels.one_shot import OneShot  # noqa: E402
 from deepdraft.kernels.runtime import use_programmatic_launch  # noqa: E402
 from deepdraft.models.v41_buffers import DeviceCaches, RowInputs  # noqa: E402
 from deepdraft.models.v41_draft import DeviceDrafter  # noqa: E402
 from deepdraft.models.v41_joins import Joins, OwnTables, RankJoins  # noqa: E402
 from deepdraft.models.v41_loop import DeviceLoop, DeviceSettings  # noqa: E402
-from deepdraft.models.v41_step import DeviceStep  # noqa: E402
+from deepdraft.models.v41_step import DeviceStep, Lanes  # noqa: E402
 from deepdraft.models.v41_weights import load_weights  # noqa: E402
 from deepdraft.parallel.group import (  # noqa: E402
     NVLINK_MULTICAST_OFF,
@@ -77,7 +81,7 @@ def main() -> int:
         out.unlink(missing_ok=True)
         command = [
             sys.executable, "-W", "ignore", __file__, "--json", str(out), "--parts", part,
-            "--pool", str(options.pool), "--replays", str(options.replays),
+            "--pool", str(options.pool), "--replays", str(options.replays), "--more", options.more,
             "--seconds", str(left - 5),
         ]  # fmt: skip
         found: dict = {}
@@ -103,6 +107,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--parts", default="golden,equal,whole")
     parser.add_argument("--pool", type=int, default=96)
     parser.add_argument("--replays", type=int, default=400, help="of one case of part stress")
+    parser.add_argument("--more", default="timeline", help="of part whole: timeline, trials")
     return parser.parse_args()
 
 
@@ -200,14 +205,17 @@ class NcclExchange:
         """Nothing is counted."""
 
 
-class NoExchange(NcclExchange):
+class NoExchange(RankJoins):
     """Each rank goes on with its own part: the step's time without exchanges."""
 
-    def sum_rows(self, x: torch.Tensor) -> torch.Tensor:
-        return x.bfloat16()
+    def __init__(self, size: int, tables: list[OwnTables]) -> None:
+        self.size, self.tables = size, tables
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        return x.repeat(1, self.size)
+    part, whole, boundary = Joins.part, Joins.whole, Joins.boundary
+    begin, finish = Joins.begin, Joins.finish
+
+    def logits(self, h: torch.Tensor, head) -> torch.Tensor:
+        return Joins.logits(self, h, head).repeat(1, self.size)
 
 
 def full_args() -> V41Args:
@@ -358,8 +366,7 @@ def whole(group: ProcessGroup, options: argparse.Namespace, note) -> None:
         "one-shot, programmatic launch, kernels of their own": bench.joins,
         "one-shot": bench.joins,
         "nccl": RankJoins(NcclExchange(group.size), tables),
-        "none": RankJoins(NoExchange(group.size), tables),
-        "none, programmatic launch": RankJoins(NoExchange(group.size), tables),
+        "none, programmatic launch": NoExchange(group.size, tables),
     }
     first = next(iter(ways))
     for name, way in ways.items():
@@ -372,12 +379,55 @@ def whole(group: ProcessGroup, options: argparse.Namespace, note) -> None:
             note(f"{name}, rows {rows} experts {experts}", timed(bench, group, rows, experts))
             if "one-shot" in name:
                 exchange.check()
-        if name == first:
+        if name == first and "timeline" in options.more:
             try:
                 note("timeline", timeline(bench, options, group.rank, "step"))
             except Exception as error:
                 note("timeline", f"{type(error).__name__}: {error}"[:300])
             exchange.check()
+    bench.step.joins, exchange.apart = ways[first], False
+    use_programmatic_launch(True)
+    note("layers and head", timed_layers(bench))
+    for trial, change in TRIALS.items() if "trials" in options.more else ():
+        if time.monotonic() - begin > options.seconds - 6:
+            break
+        with change(bench):
+            note(f"trial: {trial}", timed_layers(bench))
+        exchange.check()
+
+
+# ---- forms to be tried ----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def early_mix(bench: RankBench):
+    """Mix coefficients are joined before attention: the boundary then follows one launch alone."""
+    usual = attention.sparse_attention
+
+    def joined(*args, **more):
+        bench.step.lanes.join("mix")
+        return usual(*args, **more)
+
+    with mock.patch.object(attention, "sparse_attention", joined):
+        yield
+
+
+@contextlib.contextmanager
+def no_lanes(bench: RankBench):
+    """Everything one behind the other."""
+    lanes = bench.step.lanes
+    bench.step.lanes = Lanes(bench.device, on=False)
+    yield
+    bench.step.lanes = lanes
+
+
+TRIALS = {
+    "usual again": contextlib.nullcontext,
+    "mix joined at attention": early_mix,
+    "no lanes": no_lanes,
+    "attention by blocks of 32 heads": lambda _: mock.patch.object(attend, "HEADS", 32),
+    "boundary by 4 blocks a row": lambda _: mock.patch.object(boundary, "CLUSTER", 4),
+}
 
 
 def timeline(bench: RankBench, options: argparse.Namespace, rank: int, name: str) -> str:
@@ -443,10 +493,19 @@ def stress(group: ProcessGroup, options: argparse.Namespace, note) -> None:
         del plain, step
 
 
-def timed(bench: RankBench, group: ProcessGroup, rows: int, experts: int) -> dict:
-    loop = bench.whole(rows, experts)
-    graph = loop.graph
-    assert graph is not None
+def timed_layers(bench: RankBench) -> float:
+    """ms of layers and head, 6 rows, 22 experts."""
+    bench.rng = np.random.default_rng(1)
+    bench.set_rows(6, 22)
+    captured = bench.capture()
+    times = replay_times(captured.graph)
+    del captured
+    torch.cuda.empty_cache()
+    return round(statistics.median(times), 4)
+
+
+def replay_times(graph: torch.cuda.CUDAGraph) -> list[float]:
+    """ms of a replay, 7 times 10 of them."""
     times = []
     for _ in range(7):
         torch.cuda.synchronize()
@@ -459,6 +518,14 @@ def timed(bench: RankBench, group: ProcessGroup, rows: int, experts: int) -> dic
         last.record()
         torch.cuda.synchronize()
         times.append(first.elapsed_time(last) / 10)
+    return times
+
+
+def timed(bench: RankBench, group: ProcessGroup, rows: int, experts: int) -> dict:
+    loop = bench.whole(rows, experts)
+    graph = loop.graph
+    assert graph is not None
+    times = replay_times(graph)
     counted = step_bytes(bench.args, rows=rows, experts=experts, context=CONTEXT, draft=rows > 1)
     ms = statistics.median(times)
     limit = counted.limit_ms(4.3e12, group.size)

@@ -128,6 +128,7 @@ class Lanes:
 
     def __init__(self, device: torch.device, *, on: bool) -> None:
         on = on and device.type == "cuda"
+        self._busy: set[str] = set()
         self._streams = {n: torch.cuda.Stream(device) for n in LANES} if on else {}
 
     @contextlib.contextmanager
@@ -137,13 +138,15 @@ class Lanes:
             yield
             return
         lane = self._streams[name]
+        self._busy.add(name)
         lane.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(lane):
             yield
 
     def join(self, name: str) -> None:
         """What is launched next follows the lane."""
-        if self._streams:
+        if name in self._busy:
+            self._busy.remove(name)
             torch.cuda.current_stream().wait_stream(self._streams[name])
 
 
