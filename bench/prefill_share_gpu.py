@@ -2,12 +2,13 @@
 
     python3 bench/prefill_share_gpu.py --json FILE [--seconds 200] [--parts check,links,chunks,...]
 
-check    five layers of the published sizes, a prompt in odd parts: both ranks' caches and logits
+check    six layers of the published sizes, a prompt in odd parts: both ranks' caches and logits
          against each other (bit for bit, three times over) and against one rank
 links    the exchanges alone: rows to the other rank, sums of picks, barriers
 chunks   40 layers, a pool of 96 experts: a chunk at several contexts, by kernel; an estimate of
          1M tokens from them
 million  1M tokens to the logits
+prompts  8K and 64K tokens to the logits
 alone    the same chunks, and with `alone-million` the same prompt, on one GPU
 
 Starts its ranks itself; writes FILE after every figure. `--dry-run`: two processes, tiny sizes, in
@@ -21,7 +22,6 @@ import dataclasses
 import importlib
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -100,8 +100,6 @@ def main() -> int:
         found["ended_with"] = error.message
     if options.json.exists():
         found = json.loads(options.json.read_text()) | found
-    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    found["commit"] = subprocess.run(git, capture_output=True, text=True, check=False).stdout[:-1]
     options.json.write_text(json.dumps(found, indent=1) + "\n")
     return 1 if "ended_with" in found else 0
 
@@ -194,17 +192,16 @@ def small_args(full: V41Args) -> V41Args:
     reuse."""
     args = dataclasses.replace(
         full,
-        num_hidden_layers=5,
-        compress_ratios=(0, 2, 2, 1, 1, *full.compress_ratios[full.num_hidden_layers :]),
+        num_hidden_layers=6,
+        compress_ratios=(0, 2, 2, 1, 1, 1, *full.compress_ratios[full.num_hidden_layers :]),
         kv_source_layer_ids=(1, 3),
         index_source_layer_ids=(1, 3),
         candidate_source_layer_id=3,
         n_routed_experts=min(32, full.n_routed_experts),
         engram_layer_ids=(1,),
         engram_vocab_size=min(20_000, full.engram_vocab_size),
-        dspark_target_layer_ids=full.dspark_target_layer_ids,
     )
-    args = dataclasses.replace(args, dspark_target_layer_ids=(2, 3, 4))
+    args = dataclasses.replace(args, dspark_target_layer_ids=(3, 4, 5))
     return dataclasses.replace(args, engram_num_embeddings=engram_tables(args).num_embeddings)
 
 

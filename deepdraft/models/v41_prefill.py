@@ -102,12 +102,17 @@ class DevicePrefill:
 
     def warm(self) -> None:
         """Chunks without a row, of all sizes that have tiles of their own: kernels are compiled,
-        and the device memory that chunks need is taken."""
+        and the device memory that chunks need is taken. Ranks that share rows take chunks of real
+        ones, whose places no sequence uses yet."""
         caches, source, rows = self.layers.caches, self.args.decoder_start, self.chunk
+        share = self.share
         while rows >= min(self.chunk, LEAST_WARM):
+            ids = [] if share.size == 1 else [0] * min(rows, caches.max_tokens)
             chunk = make_chunk(
-                caches, [], slot=0, first=0, floors=(0, 0), write_from=0, rows_at_least=rows
-            )
+                caches, ids, slot=0, first=0, floors=(0, 0), write_from=0,
+                part=share.part(0, len(ids)),
+                rows_at_least=max(rows // share.size, share.rows_each(0, len(ids))),
+            )  # fmt: skip
             flow, table_rows = self.layers.start(chunk)
             self.layers.run(chunk, flow, range(source), table_rows=table_rows)
             self.layers.write_entries(chunk, flow, source)
