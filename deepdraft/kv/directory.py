@@ -24,7 +24,7 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -329,14 +329,16 @@ class RedisDirectory:
             names = [f"{space}:members"]
         argv = [str(uuid.uuid4()), str(int(self.settings.record_s * 1000)), *args]
         tries = 1 if name in ("claim", "release") else 2
-        began = time.perf_counter()
+        task = asyncio.current_task()
+        assert task is not None
+        began, cancels = time.perf_counter(), task.cancelling()
         while True:
             tries -= 1
-            call: Awaitable[Any] = self._scripts[name](keys=names, args=argv)
             try:
                 # The pool, the connection and the reply may each take a time-out; all together
                 # must not take more than two.
-                answer = await asyncio.wait_for(call, 2 * self.settings.timeout_s)
+                async with asyncio.timeout(2 * self.settings.timeout_s):
+                    answer = await self._scripts[name](keys=names, args=argv)
             except ResponseError as error:
                 if str(error) == STALE:
                     self.breaker.note(ok=True)
@@ -354,6 +356,8 @@ class RedisDirectory:
                 self.counters["unreachable"] += 1
                 raise _Unavailable(sent=True) from None
             self.breaker.note(ok=True)
+            if task.cancelling() > cancels:  # redis-py's `wait_for` may keep it (Python 3.11)
+                raise asyncio.CancelledError
             self.counters["answers"] += 1
             self.counters["microseconds"] += round(1e6 * (time.perf_counter() - began))
             return answer
@@ -474,7 +478,7 @@ class RedisDirectory:
             except (RedisError, OSError, ValueError):  # the last: bytes that are no text
                 lost = True
                 self.counters["listener_lost"] += 1
-                await asyncio.sleep(self.settings.timeout_s)
+                await asyncio.sleep(min(self.settings.timeout_s, self.settings.breaker_s))
 
     async def close(self) -> None:
         """See `Directory`."""

@@ -15,7 +15,9 @@ import logging
 import math
 import secrets
 import ssl
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -163,6 +165,9 @@ class Fetcher:
         self.settings = settings or TransferSettings()
         self.counters = Counters()
         self._backoff: dict[Peer, float] = {}
+        self._lock = threading.Lock()
+        self._links = weakref.WeakSet[wire.Link]()
+        self._closed = False
         self._crew = ThreadPoolExecutor(MOST_THREADS, "deepdraft-kv-fetch")
 
     def fetch(
@@ -219,6 +224,13 @@ class Fetcher:
         self._backoff[peer] = self.clock() + self.settings.backoff_s
         return Fetched(outcome)
 
+    def close(self) -> None:
+        """Ends every connection: fetches under way end as `disconnect`, as do later ones."""
+        with self._lock:
+            self._closed, links = True, list(self._links)
+        for link in links:
+            link.abort()
+
     def backing_off(self, peer: Peer) -> bool:
         """The peer failed lately and is not asked now."""
         return self.clock() < self._backoff.get(peer, 0.0)
@@ -250,6 +262,12 @@ class Fetcher:
         except ValueError as error:  # a name that is none, of whoever wrote it into the directory
             raise OSError(f"no host and name of a peer: {error}") from None
         link.until = until
+        with self._lock:
+            self._links.add(link)
+            closed = self._closed
+        if closed:
+            link.close()
+            raise OSError("this server leaves its fleet")
         return link
 
     def _fetch(

@@ -127,6 +127,9 @@ class Fleet:
         self._thread: threading.Thread | None = None
         self._tasks: list[Future[None]] = []
         self._leaving = self._closed = False
+        self._lock = threading.Lock()
+        self._taking: set[str] = set()
+        """Conversations that are offered and fetched now."""
 
     def start(self, host: str = "127.0.0.1", port: int = 0, advertise: str | None = None) -> int:
         """Listens for peers on `host`, which know this server as `advertise`. Returns the port.
@@ -160,6 +163,7 @@ class Fleet:
         self._thread.join(5)
 
     def _close_transfer(self) -> None:
+        self.fetcher.close()
         self.exporter.close()
         if self.sidecar is not None:
             self.sidecar.close()
@@ -225,15 +229,24 @@ class Fleet:
 
     def _take(self, offer: wire.Offer) -> str:
         """A peer leaves and offers a conversation. How that ended, for `handover`; never raises."""
+        with self._lock:
+            if offer.key in self._taking:
+                return "busy"  # it was offered again meanwhile
+            self._taking.add(offer.key)
         try:
             return self._taken(offer)
         except Exception:
             logger.exception("a conversation that was offered could not be taken")
             return "failed"
+        finally:
+            with self._lock:
+                self._taking.discard(offer.key)
 
     def _taken(self, offer: wire.Offer) -> str:
         if self._leaving or self._closed:
             return "leaving"
+        if self.rule == "never":
+            return "none"
         if offer.fingerprint != self.cache.expected:
             return "incompatible"
         if not self.cache.memory.num_unused:

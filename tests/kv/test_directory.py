@@ -4,6 +4,7 @@ The Redis tests start `redis-server` from PATH on a Unix socket each; without on
 """
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -443,6 +444,30 @@ def test_a_lost_reply_to_a_claim_is_resolved_by_a_lookup(
 
     server.start()
     with_redis(server, use)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_cancel_gets_through_a_call(kept: bool) -> None:
+    """Also one that comes with the reply, and one that the client's library swallows: redis-py
+    sends in `asyncio.wait_for`, which in Python 3.11 may return instead."""
+
+    async def main() -> None:
+        directory = RedisDirectory.connect("unix:///nowhere", "t", PATIENT)
+
+        async def script(**given: Any) -> int:
+            checking.cancel()
+            if kept:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(60)
+            return 1
+
+        directory._scripts["check"] = script
+        checking = asyncio.ensure_future(directory.check(KEY, Record("e", 1)))
+        with pytest.raises(asyncio.CancelledError):
+            await checking
+        await directory.close()
+
+    asyncio.run(main())
 
 
 @needs_redis

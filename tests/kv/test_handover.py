@@ -3,6 +3,8 @@
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from deepdraft.kv import wire
 from deepdraft.kv.directory import Claim, DirectorySettings, LocalDirectory, Record, RedisDirectory
 from deepdraft.kv.fetch import Peer
 from deepdraft.kv.handover import HandOver, Offered, Report
-from tests.kv.conftest import MakeFleet, text, wait_for
+from tests.kv.conftest import FAST, FINGERPRINT, MakeFleet, text, wait_for
 from tests.kv.test_directory import RealRedis, needs_redis
 from tests.kv.test_fleet import Server, counts
 
@@ -103,6 +105,75 @@ def test_who_leaves_takes_nothing(join: MakeFleet, directory: LocalDirectory) ->
     assert report.answers == {"leaving": 1} and report.left == 2
     assert owner(directory, KEYS[0]) == a.fleet.owner
     assert a.fleet.hand_over(LONG_S) == Report(), "once only"
+
+
+def test_who_fetches_nothing_takes_nothing(join: MakeFleet, directory: LocalDirectory) -> None:
+    a, b = Server(join, "a"), Server(join, "b", rule="never")
+    talk(a, KEYS[:2])
+    report = a.fleet.hand_over(LONG_S)
+    assert report.answers == {"none": 1} and report.left == 2
+    assert owner(directory, KEYS[0]) == a.fleet.owner and not b.kept.entries
+
+
+def test_a_storm_of_offers_is_one_fetch(join: MakeFleet, directory: LocalDirectory) -> None:
+    a, b = Server(join, "a"), Server(join, "b")
+    talk(a, KEYS[:2])
+    one, other = (
+        wire.Offer(wire.PROTOCOL, FINGERPRINT, key, *a.fleet.exporter.owned()[key][:2])
+        for key in KEYS[:2]
+    )
+    asked, more = threading.Event(), threading.Event()
+    read = a.fleet.exporter._read
+
+    def later(link: wire.Link, index: int, lease: int) -> None:
+        asked.set()
+        more.wait(60)
+        read(link, index, lease)
+
+    a.fleet.exporter._read = later  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as crew:
+        first = crew.submit(b.fleet.exporter.take, one)
+        assert asked.wait(60)
+        assert [b.fleet.exporter.take(one) for _ in range(5)] == ["busy"] * 5
+        more.set()
+        assert first.result(60) == "taken"
+    assert b.fleet.exporter.take(one) == "stale"
+    assert b.fleet.exporter.take(other) == "taken", "another key meanwhile, and after it"
+    assert counts(a)["export_opened"] == 2 == counts(b)["fetch_hit"]
+
+
+@pytest.mark.parametrize("why", ["a request", "an offer"])
+def test_closing_ends_fetches_that_are_under_way(
+    why: str, join: MakeFleet, directory: LocalDirectory
+) -> None:
+    """The owner answers and then sends nothing; no time-out of the transfer would end that."""
+    patient = replace(FAST, idle_s=600, deadline_s=600)
+    a, b = Server(join, "a"), Server(join, "b", settings=patient)
+    talk(a, KEYS[:1])
+    asked, more = threading.Event(), threading.Event()
+
+    def silent(link: wire.Link, index: int, lease: int) -> None:
+        asked.set()
+        more.wait(120)
+        link.abort()
+
+    a.fleet.exporter._read = silent  # type: ignore[method-assign]
+    offer = wire.Offer(wire.PROTOCOL, FINGERPRINT, KEYS[0], *a.fleet.exporter.owned()[KEYS[0]][:2])
+    with ThreadPoolExecutor(1) as crew:
+        if why == "a request":
+            fetch = crew.submit(b.fleet.prepare, KEYS[0], [*text(10, 60), 1])
+        else:
+            fetch = crew.submit(b.fleet.exporter.take, offer)
+        try:
+            assert asked.wait(60)
+            b.fleet.close()
+            ended = fetch.result(60)
+        finally:
+            more.set()
+    assert (ended if isinstance(ended, str) else ended.fetched.outcome) == "disconnect"
+    assert not b.kept.entries and owner(directory, KEYS[0]) == a.fleet.owner
+    session = b.fleet.fetcher.fetch(Peer("127.0.0.1", 1), KEYS[0], Record("e", 1), None)
+    assert session.outcome == "disconnect"
 
 
 def test_alone_or_without_time(join: MakeFleet, directory: LocalDirectory) -> None:
