@@ -40,7 +40,7 @@ from deepdraft.proof.fleet_trace import TracePlan, fleet_trace
 from tests.fleet.asking import CHAT, Failed, Json, ask
 from tests.fleet.children import Child, replicas_of
 from tests.fleet.test_live import PASSWORD, REDIS, Fleet, _ready, make_fleet
-from tests.parallel.test_launch import alive
+from tests.parallel.living import alive
 
 PATIENCE_S = 300.0
 REPLICAS = 3

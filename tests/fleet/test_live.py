@@ -26,8 +26,8 @@ from deepdraft.proof.fleet_served import free_port
 from deepdraft.server.service import bundled_checkpoint
 from tests.fleet.asking import Answered, Failed, Json, ask
 from tests.fleet.children import Child, process_of, ranks_of, replicas_of
+from tests.parallel.living import alive
 from tests.parallel.served import write_served
-from tests.parallel.test_launch import alive
 
 REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
 pytestmark = [

@@ -22,8 +22,8 @@ from deepdraft.server.fleet_front import FrontService, tokenizer_of
 from deepdraft.server.fleet_link import Links
 from deepdraft.server.fleet_router import Router
 from tests.fleet.replica_main import FolderRegistry
+from tests.parallel.living import alive
 from tests.parallel.served import write_served
-from tests.parallel.test_launch import alive
 
 MAIN = Path(__file__).parent / "replica_main.py"
 ROOT = str(Path(__file__).parents[2])

@@ -15,18 +15,10 @@ import pytest
 
 from deepdraft.errors import RankError
 from deepdraft.parallel.launch import Limits, run_ranks
+from tests.parallel.living import alive
 
 MAIN = Path(__file__).parent / "rank_main.py"
 ROOT = str(Path(__file__).parents[2])
-
-
-def alive(pid: int) -> bool:
-    """Whether the process is there and no zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rsplit(")", 1)[1].split()[0] != "Z"
 
 
 def pids(directory: Path) -> list[int]:

@@ -19,8 +19,8 @@ import pytest
 from deepdraft.checkpoint.convert import convert
 from deepdraft.checkpoint.reader import Checkpoint
 from deepdraft.parallel.launch import Limits, run_ranks
+from tests.parallel.living import alive
 from tests.parallel.served import DEMO, write_served
-from tests.parallel.test_launch import alive
 
 BODY = {"prompt": "Hello there", "max_tokens": 12, "temperature": 0}
 
