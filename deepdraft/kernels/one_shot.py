@@ -12,7 +12,7 @@ they have read those of k).
 Contract: the sum is `parallel.group.rank_order_sum` bit for bit, on every rank. Every wait is
 bounded: a rank that waits too long sets the error word, gives NaN, and waits no more in later
 exchanges until the word is cleared. The word is 0; 1 + r: rank r's words did not come; 256 + r:
-this rank's own values were not finite.
+rank r's values were not finite. What comes first stays, so all ranks name the one that began.
 
 The number of an exchange is `count` (in device memory, so a captured graph counts on) plus its
 place in the step; `finish` adds the step's exchanges at its end. All ranks run the same steps.
@@ -92,20 +92,26 @@ def own_values(x_ptr, shared_ptr, at, inside, WIDTH, PICKS: tl.constexpr):
 
 @triton.jit
 def send(
-    x, tag, at, inside, positions_ptr, boxes_ptr, error_ptr, WIDTH, CAPACITY,
-    RANK: tl.constexpr, SIZE: tl.constexpr, LIVE: tl.constexpr,
+    x, tag, at, inside, boxes_ptr, CAPACITY, RANK: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
-    """Writes x with its tag to every other rank, and notes values that are not finite."""
+    """Writes x with its tag to every other rank."""
     bits = x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     word = (tag.to(tl.int64) << 32) | bits
     for step in tl.static_range(1, SIZE):
         box = tl.load(boxes_ptr + (RANK + step) % SIZE).to(tl.pointer_type(tl.int64))
         put_word(box + ((tag & 1) * SIZE + RANK) * CAPACITY + at, word, inside)
-    bad = inside & ((bits & 0x7F800000) == 0x7F800000)  # NaN or infinity
+
+
+@triton.jit
+def note_unusable(
+    x, rank, at, inside, positions_ptr, error_ptr, WIDTH, LIVE: tl.constexpr
+):  # fmt: skip
+    """Where a rank's values of rows that count are not finite: the error word, if it is still 0."""
+    bad = inside & ((x.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000)  # NaN or infinity
     if LIVE:  # rows that only fill a tile may hold anything
         bad &= tl.load(positions_ptr + at // WIDTH, mask=inside, other=-1) >= 0
     if tl.sum(bad.to(tl.int32), axis=0) > 0:
-        tl.atomic_cas(error_ptr, 0, 256 + RANK)
+        tl.atomic_cas(error_ptr, 0, 256 + rank)
 
 
 @triton.jit
@@ -136,8 +142,8 @@ def one_shot_kernel(
     inside = at < N
     x = own_values(x_ptr, shared_ptr, at, inside, WIDTH, PICKS)
     if PUSH:
-        send(x, tag, at, inside, positions_ptr, boxes_ptr, error_ptr, WIDTH, CAPACITY, RANK, SIZE,
-             LIVE)  # fmt: skip
+        send(x, tag, at, inside, boxes_ptr, CAPACITY, RANK, SIZE)
+        note_unusable(x, RANK, at, inside, positions_ptr, error_ptr, WIDTH, LIVE)
     if COLLECT:
         own = tl.load(boxes_ptr + RANK).to(tl.pointer_type(tl.int64))
         own += (tag & 1) * SIZE * CAPACITY + at
@@ -152,6 +158,7 @@ def one_shot_kernel(
                 part, missing = await_words(own + source * CAPACITY, tag, inside, limit)
                 if missing > 0:
                     tl.atomic_cas(error_ptr, 0, source + 1)
+                note_unusable(part, source, at, inside, positions_ptr, error_ptr, WIDTH, LIVE)
             if GATHER:
                 tl.store(out_ptr + source * WIDTH, part, mask=inside)
             else:

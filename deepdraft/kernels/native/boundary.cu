@@ -91,8 +91,13 @@ __device__ __forceinline__ Four sum_of_ranks(const Params& p, const Four& own, i
                 for (int i = 0; i < VALUES; i++) come &= (int)(words[i] >> 32) == tag;
             }
             if (!come) atomicCAS(p.error, 0, 1 + from);
+            bool finite = true;
 #pragma unroll
-            for (int i = 0; i < VALUES; i++) part.v[i] = __uint_as_float(come ? (u32)words[i] : 0x7FC00000u);
+            for (int i = 0; i < VALUES; i++) {
+                part.v[i] = __uint_as_float(come ? (u32)words[i] : 0x7FC00000u);
+                finite &= ((u32)words[i] & 0x7F800000u) != 0x7F800000u;
+            }
+            if (come && !finite && counts) atomicCAS(p.error, 0, 256 + from);
         }
 #pragma unroll
         for (int i = 0; i < VALUES; i++) sum.v[i] = from == 0 ? part.v[i] : sum.v[i] + part.v[i];
