@@ -15,9 +15,10 @@ from deepdraft.checkpoint.config import load_args, read_config
 from deepdraft.checkpoint.names import SKIP_RULES, tensor_table
 from deepdraft.config import Config, EngineConfig, memory_of_machine
 from deepdraft.errors import ConfigError
+from deepdraft.models.v41_prefill_plan import CHUNKS, workspace_bytes
 from deepdraft.parallel.devices import Need, check_machine, read_machine, torch_cuda
 from deepdraft.parallel.launch import Limits
-from deepdraft.parallel.plan import V41_CUTS, check_size, sizes_that_divide, stem
+from deepdraft.parallel.plan import V41_CUTS, check_size, cut_for_rows, sizes_that_divide, stem
 
 CPU_LIMITS = Limits(step_s=300.0)
 """A step of the torch reference may be slow."""
@@ -73,8 +74,10 @@ def check(path: Path, options: EngineConfig) -> None:
 
 def needs(args: V41Args, options: EngineConfig, ranks: int) -> Need:
     """Memory of one of so many ranks: its weights, the state of every sequence, work space. Engram
-    tables lie in host memory."""
+    tables lie in host memory. Prompts whose rows the ranks share need more maps whole, beside the
+    parts that decoding reads, and room for a chunk."""
     whole = split = tables = 0
+    shares = options.prefill == "encoder" and options.device == "cuda" and ranks > 1
     for entry in tensor_table(args).values():
         if entry.module in SKIP_RULES or (entry.module == "drafter" and options.drafts == 0):
             continue
@@ -82,8 +85,11 @@ def needs(args: V41Args, options: EngineConfig, ranks: int) -> Need:
             tables += entry.num_bytes
         elif stem(entry.name) in V41_CUTS:
             split += entry.num_bytes
+            if shares and entry.module == "text" and not cut_for_rows(entry.name):
+                whole += entry.num_bytes
         else:
             whole += entry.num_bytes
     tokens = options.max_context or args.max_position_embeddings
     state = int(totals.kv_bytes_per_token(args) * tokens) + totals.constant_state_bytes(args)
-    return Need(whole + -(-split // ranks) + state + WORK_BYTES, tables)
+    work = WORK_BYTES + (workspace_bytes(args, min(CHUNKS), ranks=ranks) if shares else 0)
+    return Need(whole + -(-split // ranks) + state + work, tables)

@@ -35,7 +35,7 @@ from deepdraft.models.v41_prefill_plan import (
 )
 from deepdraft.parallel.group import Alone, Group
 from deepdraft.parallel.peers import PeerMemory
-from deepdraft.parallel.plan import Cut, ShardPlan, stem
+from deepdraft.parallel.plan import Cut, ShardPlan, cut_for_rows
 
 _DTYPES = {
     "inputs": torch.bfloat16,
@@ -298,8 +298,7 @@ class PrefillCuts(ShardPlan):
 
     def cut(self, name: str) -> Cut | None:
         """As `ShardPlan.cut`."""
-        kept = stem(name).startswith("ffn.experts.") or stem(name) in ("engram.embed", "head")
-        return super().cut(name) if kept else None
+        return super().cut(name) if cut_for_rows(name) else None
 
 
 def own_tables(args: V41Args, plan: ShardPlan, rank: int) -> list[OwnTables]:

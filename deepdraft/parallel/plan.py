@@ -59,6 +59,9 @@ every rank: embeddings (read row by row), norms, wq_a and wkv, indexers and comp
 residual mixes, and the drafter's input map and Markov head, which are cheaper to read than to
 exchange."""
 
+CUT_FOR_ROWS = frozenset(("engram.embed", "head"))
+"""Of those that stay cut, beside the routed experts, where the ranks share a prompt's rows."""
+
 _LAYER = re.compile(r"^(layers|mtp)\.\d+\.")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
@@ -68,6 +71,12 @@ def stem(name: str) -> str:
     ffn.experts.w1."""
     name = _EXPERT.sub(".experts.", _LAYER.sub("", name))
     return name.removesuffix(".weight").removesuffix(".scale")
+
+
+def cut_for_rows(name: str) -> bool:
+    """Whether a tensor of `V41_CUTS` stays cut where the ranks share a prompt's rows: the others
+    are whole there."""
+    return stem(name).startswith("ffn.experts.") or stem(name) in CUT_FOR_ROWS
 
 
 @dataclass(frozen=True, slots=True)
