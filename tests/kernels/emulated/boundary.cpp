@@ -10,7 +10,6 @@ inline void cluster_arrive() {
 inline void cluster_wait() { while (cluster.turn == arrived_turn[current]) give_way(); }
 inline void store_there(float* to, u32 rank, float v) { *(float*)(shared[rank] + shared_address(to)) = v; }
 inline u32 cluster_rank() { return current / threads; }
-inline float rsqrtf(float v) { return 1.f / sqrtf(v); }
 inline float divide(float a, float b) { return a / b; }
 // Of ranks that run at once: words come one by one, in any order.
 inline void put_words(u64* to, u64 first, u64 second) {

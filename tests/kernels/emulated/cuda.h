@@ -111,6 +111,7 @@ inline u32 __byte_perm(u32 a, u32 b, u32 s) {
     return out;
 }
 inline float __expf(float v) { return expf(v); }
+inline float rsqrtf(float v) { return 1.f / sqrtf(v); }
 inline float __fdividef(float a, float b) { return a / b; }
 template <class T> T __ldcg(const T* p) { return *p; }
 template <class T> void __stcg(T* p, T v) { *p = v; }
