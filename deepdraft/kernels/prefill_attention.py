@@ -22,6 +22,7 @@ from torch import Tensor
 from deepdraft.kernels.attention import scaled_bf16, spread, unpack_pairs
 from deepdraft.kernels.cache import record_bytes, turn_pairs
 from deepdraft.kernels.gemv import dot_bf16
+from deepdraft.kernels.native import attend_rows as native
 from deepdraft.kernels.rounding import from_e4m3, from_e8m0, round_bf16, to_bf16_rne
 from deepdraft.kernels.runtime import check, launch, next_power
 
@@ -207,6 +208,14 @@ def main_values(records: Tensor, out: Tensor) -> Tensor:
     return out[:count]
 
 
+def takes_values(
+    device: torch.device, heads: int, channels: int, pairs: int, places: int, plan: AttentionPlan
+) -> bool:
+    """Whether main records are to be unpacked first however few the rows are: the kernel that then
+    works has other last bits than the one for records."""
+    return native.enabled(device) and native.fits(heads, channels, pairs, places, plan.keys)
+
+
 def attend_rows(
     q: Tensor,
     cos: Tensor,
@@ -247,6 +256,12 @@ def attend_rows(
     if window.shape[0] < rows + places - 1 or first.shape != (rows,):
         raise ValueError(f"{window.shape=} and {first.shape=} do not do for {rows} rows")
     out = torch.empty(rows, heads, channels, dtype=torch.bfloat16, device=device)
+    if not packed and takes_values(device, heads, channels, pairs, places, plan):
+        native.attend_rows(
+            q, cos, sin, window, first, sink, out, places=places, scale=scale, main=main,
+            main_rows=main_rows, counts=counts, first_main=first_main,
+        )  # fmt: skip
+        return out
     tall = min(plan.heads, next_power(heads, 16))
     launch(
         attend_kernel, (rows, -(-heads // tall)),

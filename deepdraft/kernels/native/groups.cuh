@@ -8,20 +8,35 @@ __device__ __forceinline__ u64 matrix_of(u32 at) {
 }
 
 #ifndef EMULATED
-// c[64 x 64] of a warp group = a[64 x 16] b[64 x 16]^T, plus what it was where `add`.
+// SUMS: the registers of c, 64 x 64 of a warp group.
+#define SUMS \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+#define SUMS_OF(c) \
+    "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), \
+    "+f"(c[7]), "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), \
+    "+f"(c[14]), "+f"(c[15]), "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), \
+    "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]), "+f"(c[24]), "+f"(c[25]), \
+    "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), "+f"(c[30]), "+f"(c[31])
+
+// c = a[64 x 16] b[64 x 16]^T, plus what it was where `add`.
 __device__ __forceinline__ void multiply_group(float (&c)[32], const u32 (&a)[4], u64 b, bool add) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-        "{%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]),
-          "+f"(c[7]), "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]),
-          "+f"(c[14]), "+f"(c[15]), "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]),
-          "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]), "+f"(c[24]), "+f"(c[25]),
-          "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), "+f"(c[30]), "+f"(c[31])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " SUMS
+                 "{%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
+                 : SUMS_OF(c) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
+}
+// The same with a in shared memory as b is.
+__device__ __forceinline__ void multiply_shared(float (&c)[32], u64 a, u64 b, bool add) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " SUMS "%32, %33, p, 1, 1, 0, 0; }"
+                 : SUMS_OF(c) : "l"(a), "l"(b), "r"((int)add));
+}
+// c += a[64 x 16] b[16 x 64]: rows of b as `matrix_of` has them, 16 of them a step, that is 2,048 bytes.
+__device__ __forceinline__ void multiply_turned(float (&c)[32], const u32 (&a)[4], u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " SUMS
+                 "{%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
+                 : SUMS_OF(c) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 // Registers written before are those that the products after it read.
 __device__ __forceinline__ void products_begin() {
@@ -37,5 +52,23 @@ __device__ __forceinline__ void products_wait() {
 __device__ __forceinline__ void hold(float (&c)[32]) {
 #pragma unroll
     for (int i = 0; i < 32; i++) asm volatile("" : "+f"(c[i])::"memory");
+}
+// Barriers of some of the block's warps, `threads` of them in all; who arrives does not wait.
+__device__ __forceinline__ void groups_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void groups_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+// Registers of a thread from here on, of a whole warp group.
+template <int N> __device__ __forceinline__ void registers_more() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N> __device__ __forceinline__ void registers_less() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+// As copy16; zeros where there is nothing.
+__device__ __forceinline__ void copy16_or_zero(u32 to, const u8* from, bool there) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0));
 }
 #endif

@@ -10,8 +10,8 @@ import torch
 
 from deepdraft.kernels.native import stream
 
-STAGES = ("attend", "boundary", "route", "scores", "select", "stream_top")
-_chosen = set(STAGES) - {"scores", "stream_top"}  # not run on a GPU yet
+STAGES = ("attend", "attend_rows", "boundary", "route", "scores", "select", "stream_top")
+_chosen = set(STAGES) - {"attend_rows", "scores", "stream_top"}  # not run on a GPU yet
 
 
 def use(stages: Iterable[str]) -> None:

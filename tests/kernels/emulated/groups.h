@@ -10,28 +10,60 @@ inline void products_begin() {}
 inline void products_commit() {}
 inline void products_wait() {}
 inline void hold(float (&)[32]) {}
-static void multiply_group(float (&c)[32], const u32 (&a)[4], u64 b, bool add) {
-    if (b >> 62 != 1 || (b >> 32 & 0x3FFF) != 64) fprintf(stderr, "not this order of B\n"), abort();
+static Meeting named[16];
+inline void groups_sync(int id, int threads) { meet(named[id], threads); }
+inline void groups_arrive(int id, int threads) {
+    if (++named[id].arrived == threads) named[id].arrived = 0, named[id].turn++;
+}
+template <int N> void registers_more() {}
+template <int N> void registers_less() {}
+alignas(16) static const u8 nothing[16] = {};
+inline void copy16_or_zero(u32 to, const u8* from, bool there) { copy16(to, there ? from : nothing); }
+
+// Element (n, k) of a matrix that begins at `start`; rows of 64 in shared memory, parts turned.
+inline float element(u32 start, int n, int k) {
+    u32 at = start + n / 8 * 1024 + n % 8 * 128 + 2 * k;
+    at ^= (at >> 7 & 7) << 4;
+    if (at + 2 > sizeof raw) fprintf(stderr, "a matrix is out of place\n"), abort();
+    u16 v;
+    memcpy(&v, raw + at, 2);
+    return bf16_of(v);
+}
+inline u32 start_of(u64 b) {
+    if (b >> 62 != 1 || (b >> 32 & 0x3FFF) != 64) fprintf(stderr, "not this order\n"), abort();
+    return (b & 0x3FFF) << 4;
+}
+// The two rows of A of this lane, from the registers of its warp.
+struct Rows { float v[2][16]; };
+static Rows rows_of(const u32 (&a)[4]) {
     u64* mine = of_lane(current % WARP);
     for (int i = 0; i < 4; i++) mine[i] = a[i];
     __syncwarp();
-    const int g = current % WARP / 4, t = current % 4;
-    float left[2][16];
+    Rows rows;
     for (int i = 0; i < 2; i++)
         for (int k = 0; k < 16; k++)
-            left[i][k] = bf16_of(of_lane(g * 4 + k % 8 / 2)[i + k / 8 * 2] >> 16 * (k % 2));
-    const u32 start = (b & 0x3FFF) << 4;
+            rows.v[i][k] = bf16_of(of_lane(current % WARP / 4 * 4 + k % 8 / 2)[i + k / 8 * 2] >> 16 * (k % 2));
+    __syncwarp();
+    return rows;
+}
+template <class Of> void add_products(float (&c)[32], const Rows& a, bool add, Of b) {
     for (int i = 0; i < 32; i++) {
-        const int n = i / 4 * 8 + 2 * t + i % 2;
+        const int n = i / 4 * 8 + current % 4 * 2 + i % 2;
         double sum = add ? c[i] : 0;
-        for (int k = 0; k < 16; k++) {
-            u32 at = start + n / 8 * 1024 + n % 8 * 128 + 2 * k;
-            at ^= (at >> 7 & 7) << 4;
-            u16 right;
-            memcpy(&right, raw + at, 2);
-            sum += (double)left[i / 2 % 2][k] * bf16_of(right);
-        }
+        for (int k = 0; k < 16; k++) sum += (double)a.v[i / 2 % 2][k] * b(n, k);
         c[i] = sum;
     }
-    __syncwarp();
+}
+static void multiply_group(float (&c)[32], const u32 (&a)[4], u64 b, bool add) {
+    add_products(c, rows_of(a), add, [start = start_of(b)](int n, int k) { return element(start, n, k); });
+}
+static void multiply_turned(float (&c)[32], const u32 (&a)[4], u64 b) {
+    add_products(c, rows_of(a), true, [start = start_of(b)](int n, int k) { return element(start, k, n); });
+}
+static void multiply_shared(float (&c)[32], u64 a, u64 b, bool add) {
+    Rows rows;
+    const int first = current / WARP % 4 * 16 + current % WARP / 4;
+    for (int i = 0; i < 2; i++)
+        for (int k = 0; k < 16; k++) rows.v[i][k] = element(start_of(a), first + 8 * i, k);
+    add_products(c, rows, add, [start = start_of(b)](int n, int k) { return element(start, n, k); });
 }
