@@ -43,6 +43,8 @@ _STARTS = 3
 """A replica that fails so often before it was ever ready ends the start of the fleet."""
 _LAST_S = 15.0
 """Seconds beyond the grace period that an application may take to go."""
+_PROXY_S = 30.0
+"""Seconds that proxies get to listen after the replicas are ready."""
 _OTHERS = 256
 """Requests of a front that need no engine: models, tokens, metrics."""
 _FAILED = "DEPLOY_FAILED"
@@ -403,6 +405,48 @@ def _start(ray: Any, cpus: int | None, directory: str) -> None:
                 raise EngineError(f"Ray does not start on this machine: {text}") from error
 
 
+def start_serve(fleet: FleetFile) -> None:
+    """Ray Serve, which may run already, with its proxies where clients are to connect. Raises
+    ConfigError where they cannot listen there, or listen elsewhere."""
+    serve, server = _serve(), fleet.config.server
+    context: Any = importlib.import_module("ray.serve.context")
+    ran = context._get_global_client(raise_if_no_controller_running=False) is not None
+    try:
+        serve.start(proxy_location="EveryNode", http_options=http_options(fleet))
+    except Exception as error:  # Ray has no class for it
+        if not ran:
+            serve.shutdown()  # else it stays, and keeps these options
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise ConfigError(
+            f"Ray Serve cannot listen on {server.host}:{server.port} ({lines[-1][:300]}): choose "
+            "another server.port, or end what listens there"
+        ) from error
+    there = context._get_global_client().http_config
+    if (there.host, there.port) != (server.host, server.port):
+        raise ConfigError(
+            f"Ray Serve runs there already and listens on {there.host}:{there.port}: set "
+            "server.host and server.port so, or end it (serve shutdown) with all that it serves"
+        )
+
+
+def listens(nodes: list[dict[str, Any]], fleet: FleetFile, waited_s: float, say: Say) -> bool:
+    """Whether clients can connect; nodes whose proxy does not start within half a minute are named.
+    `nodes`: `ray.nodes()`. Raises EngineError where it starts on none."""
+    proxies = {k: str(v.value) for k, v in _serve().status().proxies.items()}
+    down = [node for node, state in proxies.items() if state != "HEALTHY"]
+    if proxies and not down:
+        return True
+    if waited_s < _PROXY_S:
+        return False
+    hosts = {n["NodeID"]: n.get("NodeManagerAddress", n["NodeID"]) for n in nodes}
+    where = ", ".join(sorted(hosts.get(node, node) for node in down)) or "any node"
+    said = f"Ray Serve's proxy does not listen on port {fleet.config.server.port} of {where}"
+    if len(down) == len(proxies):
+        raise EngineError(f"{said}: end what listens there, or choose another server.port")
+    say(f"{said}; the other nodes take requests")
+    return True
+
+
 def _runs_already(fleet: FleetFile) -> bool:
     try:
         address_of(fleet)
@@ -430,16 +474,18 @@ def _deploy(ray: Any, fleet: FleetFile, stop: threading.Event, say: Say) -> None
         raise ConfigError(f"a fleet {fleet.name} runs there already: deepdraft fleet down CONFIG")
     _say_directory(fleet, say)
     begin = time.monotonic()
-    serve.start(proxy_location="EveryNode", http_options=http_options(fleet))
+    start_serve(fleet)
     registry = RayRegistry(fleet.name)
     registry.clear()
     deployed = Deployed(fleet, version_of(fleet), __version__)
     registry.keep(deployed.encode())
     deploy(deployed)
+    running_s = 0.0
     while not stop.is_set():
         found = application(fleet.name)
         state = "NOT_STARTED" if found is None else str(found.status.value)
-        if state == "RUNNING":
+        running_s = 0.0 if state != "RUNNING" else running_s + LOOK_S
+        if state == "RUNNING" and listens(ray.nodes(), fleet, running_s, say):
             say(
                 f"{fleet.replicas.count} replicas are ready at {fleet.url} "
                 f"after {time.monotonic() - begin:.0f} s"

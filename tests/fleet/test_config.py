@@ -4,7 +4,9 @@ Ray."""
 import asyncio
 import importlib.metadata
 import socket
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -152,6 +154,90 @@ def test_a_taken_port_and_too_few_cpus_are_named(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"3 replicas of 1.5 CPUs need 4.5, there are 4"):
         fleet_ray.check_this_machine(few)
+
+
+class FakeServe:
+    """Ray Serve on a cluster, as `fleet_ray` sees it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.options: dict[str, object] | None = None
+        self.taken = False
+        self.proxies: dict[str, SimpleNamespace] = {}
+        monkeypatch.setattr(fleet_ray, "_serve", lambda: self)
+        monkeypatch.setitem(sys.modules, "ray.serve.context", self)  # type: ignore[arg-type]
+
+    def _get_global_client(self, raise_if_no_controller_running: bool = True) -> object:
+        if self.options is None:
+            return None
+        return SimpleNamespace(http_config=SimpleNamespace(**self.options))
+
+    def start(self, *, proxy_location: str, http_options: dict[str, object]) -> None:
+        self.options = self.options or http_options  # those of one that runs are kept
+        if self.taken:
+            raise RuntimeError("ray::ProxyActor.ready()\n  File x\nRuntimeError: in use\n")
+
+    def shutdown(self) -> None:
+        self.options = None
+
+    def status(self) -> object:
+        return self
+
+    def beside(self, **states: str) -> None:
+        self.proxies = {node: SimpleNamespace(value=state) for node, state in states.items()}
+
+
+def test_a_port_that_ray_serve_cannot_have_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet, serve = fleet_of(tmp_path, "[server]\nport = 8123"), FakeServe(monkeypatch)
+    serve.taken = True
+    with pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1:8123 \(.*in use\)"):
+        fleet_ray.start_serve(fleet)
+    assert serve.options is None, "another port can be had now"
+    serve.taken = False
+    fleet_ray.start_serve(fleet)
+    fleet_ray.start_serve(fleet)
+    other = fleet_of(tmp_path, "[server]\nport = 8124")
+    with pytest.raises(ConfigError, match=r"runs there already and listens on 127\.0\.0\.1:8123"):
+        fleet_ray.start_serve(other)
+    serve.taken = True
+    with pytest.raises(ConfigError, match="cannot listen"):
+        fleet_ray.start_serve(fleet)
+    assert serve.options is not None, "what it serves is others'"
+
+
+def test_proxies_that_do_not_listen_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet, serve = fleet_of(tmp_path, "[server]\nport = 8123"), FakeServe(monkeypatch)
+    nodes = [{"NodeID": "n1", "NodeManagerAddress": "10.0.0.1"}, {"NodeID": "n2"}]
+    said: list[str] = []
+
+    def listens(waited_s: float) -> bool:
+        return fleet_ray.listens(nodes, fleet, waited_s, said.append)
+
+    serve.beside(n1="STARTING", n2="HEALTHY")
+    assert not listens(0.5) and said == []
+    assert listens(31.0) and "port 8123 of 10.0.0.1; the other nodes" in said[0]
+    serve.beside(n1="UNHEALTHY", n2="STARTING")
+    with pytest.raises(EngineError, match=r"does not listen on port 8123 of 10\.0\.0\.1, n2"):
+        listens(31.0)
+    serve.beside(n1="HEALTHY", n2="HEALTHY")
+    assert listens(0.5)
+    serve.beside()
+    assert not listens(0.5)
+    with pytest.raises(EngineError, match="of any node"):
+        listens(31.0)
+
+
+def test_a_directory_that_does_not_answer_is_said_without_its_password(tmp_path: Path) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"redis://:secret@127.0.0.1:{closed.getsockname()[1]}/0"
+        said: list[str] = []
+        fleet_ray._say_directory(fleet_of(tmp_path, f'[fleet]\ndirectory = "{url}"'), said.append)
+    assert len(said) == 1 and "does not answer (ConnectionError)" in said[0]
+    assert "secret" not in said[0]
 
 
 def test_a_replica_lies_on_one_node(tmp_path: Path) -> None:
