@@ -22,11 +22,16 @@ from deepdraft.proof.fleet_served import Started
 from deepdraft.proof.serve_client import Answer, Ask, Target
 from deepdraft.proof.suite import document
 
-_CHARS = (1, 150, 1200, 2400, 4800)
+_PARTS = (1, 150, 270, 440)
+"""Characters of prompts of one part."""
+_CHUNKS, _SPARE = (1, 3, 6), 8
+"""Whole parts of longer prompts; they have so many tokens less, to have no part of few rows."""
 _SIZES = ((150, 1), (4800, 1), (150, 6))
 """Characters and turns of conversations that move."""
 _QUESTION = "\nWhat does the text say about the old map?"
 _NEXT = "And who else spoke of the road?"
+_LATER = 3
+"""Turns behind the first one that are measured."""
 _STREAMS = (1, 2, 4, 8)
 _IDLE_S = 3.0
 _SETTLE_S, _SETTLED_S = 20.0, 0.1
@@ -47,6 +52,7 @@ Say = Callable[[str], None]
 class _Scene:
     """Some requests, and what the fleet counted meanwhile."""
 
+    texts: list[str] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     counted: Counter[str] = field(default_factory=Counter)
     wall_s: float = 0.0
@@ -165,58 +171,67 @@ class Calibration:
 
     def _prompts(self) -> Costs:
         """Prompts of several lengths, one token of answer each, one at a time."""
-        points, chars, scenes = [], [], []
-        for size in _CHARS:
-            with self._scene() as scene:
-                for _ in range(self._runs):
-                    text = self._text(size)
-                    chars.append(len(text))
-                    scene.answers.append(self._one(0, (text,), 1))
-            tokens = statistics.fmean(a.prompt_tokens for a in scene.answers)
-            points.append((tokens, scene.counted[_READ] / self._runs))
-            scenes.append(scene)
-        count = sum(len(s.answers) for s in scenes)
-        per_char, around = line(chars, [a.prompt_tokens for s in scenes for a in s.answers])
-        waits = [(s.counted[_FIRST] - s.counted[_READ]) / len(s.answers) for s in scenes]
-        return Costs(
+        scenes = [self._prompt(chars) for chars in _PARTS]
+        costs = Costs(prefill_s=((1.0, 1e-6),), decode_s=((1.0, 1e-6),))
+        per_char, around = self._per_char(scenes)
+        head = len(self._text(1)) - 1
+        for chunks in _CHUNKS:
+            tokens = chunks * costs.chunk - _SPARE
+            scenes.append(self._prompt(round((tokens - around) / per_char) - head))
+        per_char, around = self._per_char(scenes)
+        points = [
+            (statistics.fmean(a.prompt_tokens for a in s.answers), s.counted[_READ] / self._runs)
+            for s in scenes
+        ]
+        waits = [(s.counted[_FIRST] - s.counted[_READ]) / self._runs for s in scenes]
+        return replace(
+            costs,
             name=self._targets[0].model,
-            prefill_s=rising(points),
-            decode_s=((1.0, 1e-6),),
+            part_s=tuple(points[: len(_PARTS) + 1]),
+            prefill_s=rising(points[len(_PARTS) :]),
             request_s=max(0.0, statistics.median(waits)),
             path_s=statistics.median(s.way_s for s in scenes),
-            side_request_s=sum(map(self._side_s, scenes)) / count,
+            side_request_s=sum(map(self._side_s, scenes)) / (self._runs * len(scenes)),
             side_idle=self._idle,
             chars_per_token=1 / per_char,
             turn_tokens=max(0.0, around),
         )
 
+    def _prompt(self, chars: int) -> _Scene:
+        with self._scene() as scene:
+            for _ in range(self._runs):
+                scene.texts.append(self._text(max(1, chars)))
+                scene.answers.append(self._one(0, (scene.texts[-1],), 1))
+        return scene
+
+    @staticmethod
+    def _per_char(scenes: Sequence[_Scene]) -> tuple[float, float]:
+        """Tokens of a character, and those around a text."""
+        chars = [len(text) for s in scenes for text in s.texts]
+        return line(chars, [a.prompt_tokens for s in scenes for a in s.answers])
+
     def _turns(self, costs: Costs) -> Costs:
-        """Second turns: few rows far behind a prompt's start, on a stored conversation."""
-        begun = []
+        """Later turns: few rows far behind a prompt's start, on a stored conversation."""
+        chats: list[tuple[str, tuple[str, ...], Answer]] = []
         for _ in range(2 * self._runs):
             text = self._text(2400)
             session = f"calibrate-{self._number}"
-            begun.append((text, self._one(0, (text,), self._tokens, session), session))
+            chats.append((session, (text,), self._one(0, (text,), self._tokens, session)))
         time.sleep(_STORED_S)
+        gaps: list[int] = []
         with self._scene() as scene:
-            for text, one, session in begun:
-                turns = (text, one.text, _NEXT)
-                scene.answers.append(self._one(0, turns, 1, session))
-        count = len(begun)
-        known = [one.prompt_tokens + one.tokens for _, one, _ in begun]
-        gap = statistics.fmean(
-            k - a.cached_tokens for k, a in zip(known, scene.answers, strict=True)
-        )
-        rows = statistics.fmean(a.prompt_tokens - a.cached_tokens for a in scene.answers)
-        share = sum(
-            costs.prefill(a.prompt_tokens) - costs.prefill(a.cached_tokens) for a in scene.answers
-        )
-        short = max(0.1, 1 - rows / costs.chunk)
-        wait_s = (scene.counted[_FIRST] - scene.counted[_READ]) / count
+            for _ in range(_LATER):
+                for i, (session, turns, one) in enumerate(chats):
+                    turns = (*turns, one.text, _NEXT)
+                    known = one.prompt_tokens + one.tokens
+                    one = self._one(0, turns, self._tokens, session)
+                    gaps.append(known - one.cached_tokens)
+                    scene.answers.append(one)
+                    chats[i] = session, turns, one
+        wait_s = (scene.counted[_FIRST] - scene.counted[_READ]) / len(scene.answers)
         return replace(
             costs,
-            gap_tokens=max(0, round(gap)),
-            part_s=max(0.0, (scene.counted[_READ] - share) / count / short),
+            gap_tokens=max(0, round(statistics.fmean(gaps))),
             resume_s=max(0.0, wait_s - costs.request_s),
         )
 

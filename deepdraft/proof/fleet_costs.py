@@ -34,15 +34,17 @@ class Costs:
     resume_s: float = 0.0
     """Of a start from a stored conversation, beside its new tokens."""
     prefill_s: tuple[tuple[float, float], ...]
-    """(tokens, seconds): a prompt from its start to so many tokens, rising; (0, 0) is implied."""
+    """(tokens, seconds): a prompt from its start to so many tokens, read in parts of `chunk`,
+    rising; (0, 0) is implied."""
     decode_s: tuple[tuple[float, float], ...]
     """(streams, seconds): a round that gives each of so many streams one token; where drafts
     stand, the mean of them."""
     max_running: int = 16
     chunk: int = 256
     """Rows of a part of a prompt."""
-    part_s: float = 0.0
-    """What a part of few rows takes beyond its share of a whole one, which is in `prefill_s`."""
+    part_s: tuple[tuple[float, float], ...] = ()
+    """(rows, seconds): a part of so many rows at a prompt's start, which need not be less than a
+    larger one; without it a part takes its share of a whole one, which is in `prefill_s`."""
     max_stall_s: float = 0.1
     """What a part may take while others wait for their next token."""
     gap_tokens: int = 0
@@ -67,12 +69,15 @@ class Costs:
     """Of the chat format, around a user's text."""
 
     def __post_init__(self) -> None:
-        for name in ("prefill_s", "decode_s"):
+        for name in ("prefill_s", "decode_s", "part_s"):
             table = getattr(self, name)
             ok = (
-                len(table) > 0
+                (len(table) > 0 or name == "part_s")
                 and all(len(p) == 2 and p[0] > 0 and p[1] > 0 for p in table)
-                and all(a[0] < b[0] and a[1] <= b[1] for a, b in itertools.pairwise(table))
+                and all(
+                    a[0] < b[0] and (a[1] <= b[1] or name == "part_s")
+                    for a, b in itertools.pairwise(table)
+                )
             )
             if not ok:
                 raise ConfigError(
@@ -87,6 +92,18 @@ class Costs:
     def prefill(self, tokens: float) -> float:
         """Seconds from a prompt's start to `tokens` tokens; beyond the table as its last part."""
         return _between(((0.0, 0.0), *self.prefill_s), tokens)
+
+    def read_s(self, parts: Sequence[tuple[int, int]]) -> float:
+        """Seconds of one step's parts of prompts, each from a token on so many rows. By how much
+        few rows take more than their share is not a matter of where they stand."""
+        share = sum(self.prefill(start + rows) - self.prefill(start) for start, rows in parts)
+        rows = sum(rows for _, rows in parts)
+        if not self.part_s or not rows:
+            return share
+        few = self.part_s[0]
+        table = self.part_s if len(self.part_s) > 1 else ((0.0, 0.0), few)
+        own = max(_between(table, rows), few[1] * min(1.0, rows / few[0]))
+        return share * (own / rows) / (_between(table, self.chunk) / self.chunk)
 
     def round_s(self, streams: int) -> float:
         """Seconds of one token for each of so many streams."""
@@ -142,13 +159,13 @@ def costs_of(data: dict[str, Any], where: str) -> Costs:
         raise ConfigError(f"{where} has unknown entries {unknown}; known: {sorted(known)}")
     values = dict(data)
     try:
-        for name in ("prefill_s", "decode_s"):
+        for name in ("prefill_s", "decode_s", "part_s"):
             if name in values:
                 values[name] = tuple((float(x), float(y)) for x, y in values[name])
         if "capacity" in values:
             values["capacity"] = tuple(float(x) for x in values["capacity"])
         for name, value in values.items():
-            if name in ("name", "prefill_s", "decode_s", "capacity"):
+            if name in ("name", "prefill_s", "decode_s", "part_s", "capacity"):
                 continue
             whole = name in ("max_running", "chunk", "gap_tokens", "kv_most_turns")
             values[name] = int(value) if whole else float(value)

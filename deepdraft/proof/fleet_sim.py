@@ -186,7 +186,8 @@ class _Replica:
         if there <= here or not request.cached:
             self._queue(request)
             return
-        size = costs.kv_bytes(there[0] - here[0], there[1] - here[1])
+        # Checkpoints come all again, rows only where they are not here.
+        size = costs.kv_bytes(there[0] - here[0], there[1])
         fleet.out.fetch_bytes += size
         fetch = Job(lambda: self._queue(request))
         self.machine.start(fetch, costs.fetch_s(size))
@@ -216,12 +217,7 @@ class _Replica:
             self._decode(self._running)
             return
         self._rounds = 0
-        self._parts_s = sum(
-            costs.prefill(request.read + rows) - costs.prefill(request.read)
-            for request, rows in self._parts
-        )
-        short = 1 - min(1.0, sum(rows for _, rows in self._parts) / costs.chunk)
-        self._parts_s += costs.part_s * short
+        self._parts_s = costs.read_s([(request.read, rows) for request, rows in self._parts])
         begun = [r.cached > 0 for r, _ in self._parts if r.read == r.cached]
         work = self._parts_s + len(begun) * costs.request_s + sum(begun) * costs.resume_s
         self._start(self._read, work)

@@ -76,9 +76,25 @@ def test_a_long_prompt_is_read_in_parts_beside_a_stream() -> None:
     # 20 rows a part (0.02 s), each with a round of 0.02: twice the time.
     assert long.first_s == pytest.approx(2 * alone[0].first_s, rel=0.05)
     short = play(
-        chat(0.0, (10, 500)), chat(0.5, (1000, 1)), costs=replace(costs, part_s=0.01)
+        chat(0.0, (10, 500)),
+        chat(0.5, (1000, 1)),
+        costs=replace(costs, part_s=((20, 0.03), (50, 0.05))),
     ).turns
     assert next(t for t in short if t.prompt == 1000).first_s > 1.2 * long.first_s
+
+
+def test_few_rows_take_more_than_their_share() -> None:
+    costs = replace(COSTS, chunk=100, prefill_s=((100, 0.1), (200, 0.3)))
+    assert costs.read_s([(0, 10)]) == pytest.approx(0.01) and costs.read_s([]) == 0
+    table = replace(costs, part_s=((10, 0.03), (50, 0.06), (80, 0.08)))
+    for rows, seconds in ((10, 0.03), (30, 0.045), (5, 0.02625), (100, 0.08 + 0.02 * 2 / 3)):
+        whole = 0.08 + 0.02 * 2 / 3
+        assert table.read_s([(0, rows)]) == pytest.approx(0.1 * seconds / whole)
+    # Behind 100 tokens a row takes twice as long, and so do few of them; together they are many.
+    assert table.read_s([(100, 10)]) == pytest.approx(2 * table.read_s([(0, 10)]))
+    both = table.read_s([(0, 10), (20, 40)])
+    assert both == pytest.approx(table.read_s([(0, 50)]))
+    assert both < 5 * table.read_s([(0, 10)])
 
 
 def test_short_prompts_overtake_a_long_one() -> None:
@@ -109,7 +125,7 @@ def test_a_turn_elsewhere_fetches_what_is_not_there() -> None:
     first = fetched[0]
     assert out.fetch_bytes >= len(fetched) * 100
     new = costs.prefill(first.prompt) - costs.prefill(first.cached)
-    size = costs.kv_bytes(first.known)
+    size = costs.kv_bytes(first.known, 1)
     assert first.first_s == pytest.approx(costs.fetch_s(size) + 0.01 + new)
     # Without sharing only what lies there is used; it may be an old part of the conversation.
     alone = simulate(trace, costs, FleetShape(replicas=2, routing="random", seed=1, sharing=False))
@@ -249,7 +265,7 @@ def test_laws(
         chunk=64,
         max_running=3,
         gap_tokens=2,
-        part_s=0.002,
+        part_s=((16, 0.03), (64, 0.06)),
         kv_token_bytes=1.0,
         fetch_overhead_s=0.01,
         side_token_s=side,
@@ -317,10 +333,9 @@ class RealScheduler:
 
     def _step(self, plan: StepPlan) -> None:
         costs = self.costs
-        parts_s = sum(costs.prefill(c.end) - costs.prefill(c.start) for c in plan.prefill)
+        parts_s = costs.read_s([(c.start, c.end - c.start) for c in plan.prefill])
         rows = sum(c.end - c.start for c in plan.prefill)
         if rows:
-            parts_s += costs.part_s * (1 - min(1.0, rows / costs.chunk))
             self.pace.observe(rows, 1e3 * parts_s)
         begun = sum(c.start == 0 for c in plan.prefill)
         self.now += parts_s + begun * costs.request_s
@@ -352,7 +367,7 @@ def test_an_engine_is_what_the_real_scheduler_makes_of_the_same_costs(seed: int)
         chunk=rng.choice((32, 128, 256)),
         max_running=rng.choice((1, 3, 8)),
         max_stall_s=rng.choice((0.01, 0.05, 0.2)),
-        part_s=rng.choice((0.0, 0.01)),
+        part_s=rng.choice(((), ((10, 0.01), (100, 0.05)))),
         request_s=rng.choice((0.0, 0.02)),
     )
     trace = [
@@ -380,7 +395,10 @@ def test_an_engine_is_what_the_real_scheduler_makes_of_the_same_costs(seed: int)
         ({"capacity": []}, "capacity"),
         ({"chunk": 0}, "chunk"),
         ({"no_such": 1}, "unknown entries"),
-        ({"part_s": "x"}, "no cost table"),
+        ({"part_s": [[20, 0.2], [10, 0.3]]}, "both rising"),
+        ({"part_s": [[20, 0.0]]}, "pairs above 0"),
+        ({"part_s": 0.1}, "no cost table"),
+        ({"resume_s": "x"}, "no cost table"),
         ({"prefill_s": None}, "no cost table"),
     ],
 )
