@@ -288,7 +288,12 @@ class PrefillLayers:
         main, keys, chosen, counts, first_main = None, None, None, None, 0
         if role.ratio:
             main, keys = caches.main[role.kv_source], caches.index[role.kv_source]
-            if chunk.rows >= self.plans.plain_rows:
+            # The decoder's rows are few in every chunk.
+            always = not role.decoder and prefill_attention.takes_values(
+                query.device, w.sink.shape[0], args.head_dim, turn[0].shape[1], before + 1,
+                self.plans.attention,
+            )  # fmt: skip
+            if always or chunk.rows >= self.plans.plain_rows:
                 main, keys = self._entry_values(role, chunk)
                 first_main = chunk.slot * caches.entries[role.ratio - 1]
             if role.runs_indexer:
@@ -389,6 +394,8 @@ class PrefillLayers:
         if layer >= args.candidate_source_layer_id:
             return self._select_restricted(role, queries, raw, chunk, weights)
         plan = self.plans.index
+        if prefill_index.reads_records(query.device, heads, width):
+            keys = self.caches.index[role.kv_source]
         if self._held is None or self._held.keys.shape[0] < chunk.rows:
             self._held = prefill_index.Candidates.of(
                 chunk.rows, args.index_topk, query.device, plan

@@ -201,8 +201,8 @@ def plan_prefill(
 
 
 def _work_bytes(args: V41Args, rows: int, tokens: int, ranks: int) -> int:
-    entries = entry_values_bytes(args, tokens) if rows >= PLAIN_ROWS else 0
-    work = workspace_bytes(args, rows, ranks=ranks) + entries
+    # CUDA C++ attention takes entries unpacked however few rows there are.
+    work = workspace_bytes(args, rows, ranks=ranks) + entry_values_bytes(args, tokens)
     return max(work, replay_bytes(args, tokens) + exchange_bytes(args, rows, ranks))
 
 
