@@ -159,6 +159,7 @@ def main() -> None:
     parser.add_argument("--branches", type=int, default=20)
     parser.add_argument("--chunk", type=int, default=8192)
     parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument("--seed", type=int, default=0, help="of lengths and text")
     parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args()
     results, plans = Results(args.json, args.seconds), None
@@ -183,9 +184,9 @@ def main() -> None:
             sizes, DummyWeights(sizes, device="cuda"), tokens, device="cuda", drafter=False
         )
         results.data["device"] = torch.cuda.get_device_name()
-    results.data["settings"] = {"tokens": args.tokens, "chunk": args.chunk}
+    results.data["settings"] = {"tokens": args.tokens, "chunk": args.chunk, "seed": args.seed}
     with torch.inference_mode():
-        made = Branches(weights, tokens=args.tokens, chunk=args.chunk, plans=plans)
+        made = Branches(weights, tokens=args.tokens, chunk=args.chunk, plans=plans, seed=args.seed)
         found = results.stage("trunk", made.trunk)
         if found is not None:
             trunk, results.data["trunk"] = found  # type: ignore[misc]
