@@ -5,6 +5,8 @@ import asyncio
 import contextlib
 import json
 import logging
+import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -99,13 +101,14 @@ class World:
         self.path, self.loop = path, asyncio.get_running_loop()
         self.registry = LocalRegistry()
         self.engine_options = options.pop("engine", {})
+        self.server_options = options.pop("server", {})
         self.tls = options.pop("tls", None)
         self.router = Router(**{"resume": True, "patience_s": 10.0, **options})
         self.engines: list[Engine] = []
 
     async def add(self, label: str, **options: Any) -> Engine:
         (self.path / label).mkdir()
-        toy = Toy(self.path / label, engine=self.engine_options)
+        toy = Toy(self.path / label, engine=self.engine_options, server=self.server_options)
         engine = Engine(toy, self, label)
         self.engines.append(engine)
         await engine.start(**options)
@@ -287,6 +290,22 @@ def test_a_stream_goes_on_elsewhere(tmp_path: Path, step: int) -> None:
             logprobs = [c["choices"][0].get("logprobs") for c in data_of(answer) if c["choices"]]
             tokens = [t for entry in logprobs if entry for t in entry["tokens"]]
             assert "".join(tokens).startswith(ANSWER)
+
+    asyncio.run(run())
+
+
+def test_every_clock_on_the_wall_says_something_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes' clocks differ and jump: what is told of time is how much is left of it."""
+    chance, now = random.Random(5), time.time()
+    monkeypatch.setattr(time, "time", lambda: now + chance.uniform(-1e9, 1e9))
+
+    async def run() -> None:
+        async with world_of(tmp_path, server={"request_timeout_s": 60.0}) as world:
+            fault_once(world, 5, Engine.die)
+            assert streamed_text(await world.complete(stream=True)) == ANSWER
+            assert world.router.counters.get("resumed") == 1
 
     asyncio.run(run())
 

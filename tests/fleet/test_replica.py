@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -168,13 +169,22 @@ def test_ranks_end_with_their_replica(model: Path, tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def nobody() -> int:
+    """A port on which nobody listens."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        return closed.getsockname()[1]
+
+
 def test_a_replica_finds_the_conversations_that_another_left_on_disk(
     model: Path, tmp_path: Path
 ) -> None:
+    """And serves from them, though the directory by which they would be shared does not answer."""
+
     async def run() -> None:
         settings = (
             f'model = "{model}"\n[engine]\nschedule = "all"\nkv_memory = "16MiB"\n'
-            f'kv_spill = "{tmp_path}/s"'
+            f'kv_spill = "{tmp_path}/s"\n[fleet]\ndirectory = "redis://:word@127.0.0.1:{nobody()}"'
         )
         async with world_of(tmp_path, settings) as world:
             first = world.start("a")
@@ -189,5 +199,7 @@ def test_a_replica_finds_the_conversations_that_another_left_on_disk(
             more = await world.complete(prompt + text_of(begun) + " And now", 10)
             details = more.json()["usage"]["prompt_tokens_details"]
             assert details["cache_source"] == "disk" and details["cached_tokens"] > 100
+            logs = "".join(replica.log.read_text() for replica in world.replicas)
+            assert "directory" in logs and "word" not in logs, logs
 
     asyncio.run(run())
