@@ -32,10 +32,12 @@ def main() -> None:
     mode = sys.argv[1]
     me, led = this_rank(), None
     if me is None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "3,5"  # as Ray does in a process that runs already
         limits = Limits(beat_s=1.5, step_s=60)
         led = LedRanks([sys.executable, __file__, mode], 3, lost, limits=limits)
         me = led.start()
     (DIR / f"pid-{me.rank}").write_text(str(os.getpid()))
+    (DIR / f"gpus-{me.rank}").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     if mode == "bad-setting":
         me.end("config.json: hidden_size is odd", exit_code=2)
     if mode == "child" and me.rank == 1:  # a child of its own must end with it

@@ -156,6 +156,7 @@ def test_rank_0_that_starts_the_others_ends_with_them(tmp_path):
         assert lead("fine", tmp_path).wait(60) == 0
     assert sorted(p.name for p in tmp_path.glob("came-2-*")) == [f"came-2-{r}" for r in range(3)]
     assert not (tmp_path / "lost").exists()
+    assert {p.read_text() for p in tmp_path.glob("gpus-*")} == {"3,5"}, "they see its GPUs"
 
 
 @pytest.mark.parametrize(
