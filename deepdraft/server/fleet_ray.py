@@ -17,7 +17,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,22 +84,33 @@ def check_this_machine(fleet: FleetFile) -> None:
         )
 
 
+def room(nodes: Sequence[Mapping[str, float]], fleet: FleetFile) -> int:
+    """Replicas that fit on nodes with these resources, each on one of them."""
+    replicas = fleet.replicas
+    each = {"CPU": replicas.cpus, "GPU": replicas.gpus}
+    most = (min(node.get(kind, 0.0) // n for kind, n in each.items() if n) for node in nodes)
+    return int(sum(most))
+
+
 def check_nodes(nodes: list[dict[str, Any]], fleet: FleetFile) -> None:
     """Whether the replicas fit on the nodes of a Ray (`ray.nodes()`). Raises ConfigError."""
     replicas = fleet.replicas
     alive = [n.get("Resources", {}) for n in nodes if n.get("Alive")]
-    room = 0
-    for node in alive:
-        most = node.get("CPU", 0.0) // replicas.cpus
-        if replicas.gpus:
-            most = min(most, node.get("GPU", 0.0) // replicas.gpus)
-        room += int(most)
-    if room < replicas.count:
+    if (fit := room(alive, fleet)) < replicas.count:
         cpus, gpus = (sum(n.get(kind, 0.0) for n in alive) for kind in ("CPU", "GPU"))
         raise ConfigError(
             f"{replicas.count} replicas of {replicas.cpus:g} CPUs and {replicas.gpus} GPUs each do "
             f"not fit: Ray has {cpus:g} CPUs and {gpus:g} GPUs on {len(alive)} nodes, room for "
-            f"{room}"
+            f"{fit}"
+        )
+
+
+def say_room(free: Sequence[Mapping[str, float]], fleet: FleetFile, say: Say) -> None:
+    """Says where others hold what the replicas need: those that find no room wait for it."""
+    if (fit := room(free, fleet)) < fleet.replicas.count:
+        say(
+            f"others use the nodes: there is room for {fit} of {fleet.replicas.count} replicas now "
+            f"({fleet.replicas.cpus:g} CPUs, {fleet.replicas.gpus} GPUs each); the rest wait for it"
         )
 
 
@@ -469,6 +480,8 @@ def _stops() -> Generator[threading.Event]:
 
 def _deploy(ray: Any, fleet: FleetFile, stop: threading.Event, say: Say) -> None:
     check_nodes(ray.nodes(), fleet)
+    if fleet.ray.address is not None:
+        say_room(free_of_nodes(), fleet, say)
     serve = _serve()
     if application(fleet.name) is not None:
         raise ConfigError(f"a fleet {fleet.name} runs there already: deepdraft fleet down CONFIG")

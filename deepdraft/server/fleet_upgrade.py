@@ -8,7 +8,7 @@ old ones.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 from deepdraft import __version__
 from deepdraft.errors import ConfigError, EngineError
@@ -33,12 +33,6 @@ def check_change(old: FleetFile, new: FleetFile) -> None:
                 f"server.{name} cannot change while the fleet serves: it is {was!r}, CONFIG says "
                 f"{wanted!r}; end the fleet and start it again"
             )
-
-
-def room_for_one(nodes: Sequence[Mapping[str, float]], fleet: FleetFile) -> bool:
-    """Whether one more replica fits beside those that run. `nodes`: what is free on each."""
-    cpus, gpus = fleet.replicas.cpus, fleet.replicas.gpus
-    return any(n.get("CPU", 0.0) >= cpus and n.get("GPU", 0.0) >= gpus for n in nodes)
 
 
 def upgrade(new: FleetFile, say: Say, *, in_place: bool = False) -> None:
@@ -114,7 +108,7 @@ def running(fleet: FleetFile) -> Deployed:
 
 
 def _check_room(fleet: FleetFile) -> None:
-    if not room_for_one(fleet_ray.free_of_nodes(), fleet):
+    if not fleet_ray.room(fleet_ray.free_of_nodes(), fleet):
         replicas = fleet.replicas
         raise ConfigError(
             f"there is no room for one more replica ({replicas.cpus:g} CPUs, {replicas.gpus} GPUs) "

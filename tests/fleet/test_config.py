@@ -263,6 +263,16 @@ def test_a_replica_lies_on_one_node(tmp_path: Path) -> None:
         fleet_ray.check_nodes(nodes(8, 8, 8, 8, gpus=3), fleet)  # twelve in all, never four
 
 
+def test_what_others_hold_is_said(tmp_path: Path) -> None:
+    fleet, said = fleet_of(tmp_path, "[replicas]\ncount = 3\ncpus = 1.5"), list[str]()
+    assert fleet_ray.room([{"CPU": 1.0}, {"CPU": 2.0}], fleet) == 1
+    assert fleet_ray.room([{"CPU": 1.0}, {"CPU": 1.0}, {}], fleet) == 0, "not from two nodes"
+    fleet_ray.say_room([{"CPU": 3.2}, {"CPU": 2.0, "GPU": 1.0}], fleet, said.append)
+    assert said == []
+    fleet_ray.say_room([{"CPU": 3.2}], fleet, said.append)
+    assert "room for 2 of 3 replicas now (1.5 CPUs, 0 GPUs each)" in said[0]
+
+
 @pytest.mark.parametrize("gpus", [2, 4, 8])
 def test_an_engine_has_a_rank_for_each_of_its_gpus(gpus: int, tmp_path: Path) -> None:
     """All set aside in one piece, hence on one node."""

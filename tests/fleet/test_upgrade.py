@@ -12,7 +12,7 @@ import pytest
 from deepdraft.errors import ConfigError, EngineError
 from deepdraft.server import fleet_upgrade, fleet_version
 from deepdraft.server.fleet_config import FleetFile, load_fleet_file
-from deepdraft.server.fleet_upgrade import check_change, room_for_one, upgrade
+from deepdraft.server.fleet_upgrade import check_change, upgrade
 from deepdraft.server.fleet_version import Deployed, version_of
 
 
@@ -95,13 +95,6 @@ def test_what_is_deployed_comes_back_as_it_was(tmp_path: Path) -> None:
     for junk in (b"", b"{}", b'{"fleet": {"nonsense": 1}, "name": 3}'):
         with pytest.raises(ConfigError, match="another deepdraft"):
             Deployed.decode(junk)
-
-
-def test_room_for_one_more(tmp_path: Path) -> None:
-    fleet = fleet_of(tmp_path, "[replicas]\ncpus = 1.5")
-    assert room_for_one([{"CPU": 1.0}, {"CPU": 2.0}], fleet)
-    assert not room_for_one([{"CPU": 1.0}, {"CPU": 1.0}, {}], fleet), "not from two nodes"
-    assert not room_for_one([], fleet)
 
 
 class FakeRay:
