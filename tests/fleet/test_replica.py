@@ -138,10 +138,10 @@ def test_a_replica_of_two_ranks_ends_when_one_is_killed_and_its_requests_go_on_e
         ) as world:
             replicas = {label: world.start(label) for label in "ab"}
             await world.ready(2)
-            true = text_of(await world.complete("Hello there", 60))
+            true = text_of(await world.complete("Hello there", 150))
             ranks = {label: replicas[label].ranks() for label in "ab"}
             assert all(len(r) == 1 for r in ranks.values()), "rank 0 is the replica itself"
-            growing = asyncio.create_task(world.complete("Hello there", 60))
+            growing = asyncio.create_task(world.complete("Hello there", 150))
             seat = await world.seat_of(5)
             lost, other = replicas.pop(seat.label), next(iter(replicas.values()))
             os.kill(ranks[seat.label][0], signal.SIGKILL)
