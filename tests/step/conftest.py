@@ -1,6 +1,5 @@
 """Interpreter set-up, and one tiny model for all tests of the device step."""
 
-import dataclasses
 import importlib.util
 import warnings
 
@@ -15,13 +14,7 @@ else:
 
 @pytest.fixture(autouse=True)
 def _hardware_arithmetic():
-    """As on a GPU, NaN and infinity make no warnings. Integer overflow is not looked for: that
-    takes a third of the time, and tests/kernels looks."""
-    from triton.runtime.interpreter import interpreter_builder
-
-    options = interpreter_builder.options
-    interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+    """As on a GPU, NaN and infinity make no warnings."""
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)
         yield
-    interpreter_builder.options = options
