@@ -1,0 +1,247 @@
+"""One rank of two alone on a GPU: its half of the step, with exchanges that it makes with itself.
+
+    python3 bench/tp2_rank_gpu.py --json FILE [--seconds 55] [--parts check,times,trials,replays]
+
+The rank's mailbox is its peer's, too: what it sends comes back as the other rank's words. So all
+launches, sums and waits of a step of two ranks run; what is missing is the way over NVLink and the
+time that one rank waits for a slower one. Times are no substitute for two GPUs.
+
+check    logits: exchange inside the boundary against kernels of its own, plain and programmatic
+times    whole steps (6 rows first), kernels of their own, no exchange; a timeline
+trials   forms of the step, layers and head
+replays  the captured step again and again against launches one behind the other, bit for bit
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import tp2_step_gpu as two  # noqa: E402
+
+from deepdraft.engine.dummy import dummy_args  # noqa: E402
+from deepdraft.kernels.native import attend, boundary, build, fragments, stream  # noqa: E402
+from deepdraft.kernels.one_shot import OneShot, Ticket  # noqa: E402
+from deepdraft.kernels.runtime import use_programmatic_launch  # noqa: E402
+from deepdraft.models.v41_joins import OwnTables, RankJoins  # noqa: E402
+from deepdraft.models.v41_step import Lanes  # noqa: E402
+from deepdraft.proof.bench_step import time_graph  # noqa: E402
+from deepdraft.proof.step_bytes import step_bytes  # noqa: E402
+
+SIZE = 2
+DENSE = {
+    (1792, 5120): (stream.FP8_ROWS, 0), (16384, 1280): (stream.FP8_ROWS, 0),
+    (20480, 1280): (stream.FP8_ROWS, 0), (4096, 4096): (stream.BF16_ROWS, 2),
+    (5120, 4096): (stream.FP8_ROWS, 1), (2304, 5120): (stream.FP8_ROWS, 0),
+    (5120, 1152): (stream.FP8_ROWS, 0), (5120, 15360): (stream.FP8_ROWS, 0),
+}  # fmt: skip
+"""Dense products of a rank (rows, columns): how their rows lie, what comes out."""
+WO_B = (
+    (2, 2, 16, 1, 4, 3, 0), (4, 2, 16, 1, 2, 3, 0), (4, 2, 8, 1, 4, 3, 0), (8, 2, 8, 1, 2, 3, 0),
+    (4, 2, 16, 1, 2, 3, 0, 1), (2, 2, 16, 1, 4, 3, 0, 1),
+)  # fmt: skip
+"""Plans of the output map's slice: with one part of its columns a block, 160 units are two turns of
+132 blocks, of which the second is mostly empty."""
+
+
+def itself(capacity: int = two.CAPACITY) -> OneShot:
+    """Rank 0, whose words for rank 1 lie where those of rank 1 are expected."""
+    own = torch.zeros(2, SIZE, capacity, dtype=torch.int64, device="cuda")
+    at = own.data_ptr()
+    return OneShot(0, [at, at + 8 * capacity], own)
+
+
+def prebuild() -> None:
+    """Compile what the step needs in CUDA C++ side by side; it finds it in the cache."""
+    wanted = []
+    plans = [(shape, fragments.dense_stream_plan(*shape)) for shape in DENSE]
+    plans += [((5120, 4096), fragments.StreamPlan(*plan)) for plan in WO_B]
+    for shape, plan in plans:
+        if plan is not None:
+            kind, output = DENSE[shape]
+            wanted.append(("stream.cu", stream.macros(kind, plan, output)))
+    for kind, shape in ((stream.UP, (2304, 5120)), (stream.DOWN, (5120, 1152))):
+        plan = fragments.expert_stream_plan(*shape)
+        assert plan is not None
+        wanted.append(("stream.cu", stream.macros(kind, plan, 0)))
+    ticket = Ticket(0, (0, 0), 0, 0, 0, 0, 0, 0)
+    wanted += [("boundary.cu", boundary.macros(4, picks, ticket)) for picks in (0, 3, 6)]
+    wanted += [("attend.cu", attend.macros(32, heads)) for heads in (16, 32)]
+
+    def one(found: tuple[str, dict[str, int]]) -> None:
+        with contextlib.suppress(build.BuildError):  # said again where it is used
+            build.cubin(*found, "sm_90a")
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(one, wanted))
+
+
+class Alone:
+    """The bench of rank 0, and what it measures."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.begin = options, time.monotonic()
+        self.report: dict[str, object] = {"torch": torch.__version__, "context": two.CONTEXT}
+        compiling = threading.Thread(target=prebuild)
+        compiling.start()
+        self.exchange, tables = itself(), []
+
+        def joins(own: list[OwnTables]) -> RankJoins:
+            tables.extend(own)
+            return RankJoins(self.exchange, own)
+
+        args = dummy_args(two.full_args(), expert_pool=options.pool, engram_rows=4_000_000)
+        self.bench = two.RankBench(args, 0, SIZE, joins)
+        torch.cuda.synchronize()
+        self.note("load_s", round(time.monotonic() - self.begin, 1))
+        self.none = two.NoExchange(SIZE, tables)
+        compiling.join()
+        self.note("compiled_s", round(time.monotonic() - self.begin, 1))
+
+    def note(self, name: str, value: object) -> None:
+        self.report[name] = value
+        self.options.json.write_text(json.dumps(self.report, indent=1) + "\n")
+        print(f"-- {name}: {json.dumps(value)}"[:400], flush=True)
+
+    def left(self) -> float:
+        return self.options.seconds - (time.monotonic() - self.begin)
+
+    def rows(self, rows: int, experts: int) -> None:
+        self.bench.rng = np.random.default_rng(1)
+        self.bench.set_rows(rows, experts)
+
+    def captured(self, *, programmatic: bool = True, apart: bool = False):
+        use_programmatic_launch(programmatic)
+        self.exchange.apart = apart
+        found = self.bench.capture()
+        self.exchange.apart = False
+        use_programmatic_launch(True)
+        return found
+
+    def check(self) -> None:
+        self.rows(6, 22)
+        wanted = None
+        for name, how in (
+            ("kernels of their own", {"programmatic": False, "apart": True}),
+            ("in the boundary", {"programmatic": False}),
+            ("kernels of their own, programmatic", {"apart": True}),
+            ("in the boundary, programmatic", {}),
+        ):
+            step = self.captured(**how)
+            step.graph.replay()
+            logits = step.logits[:6].clone()
+            wanted = logits if wanted is None else wanted
+            self.exchange.check()
+            self.note(
+                f"{name}: finite, logits as of kernels of their own",
+                [bool(logits.isfinite().all()), torch.equal(logits, wanted)],
+            )
+            del step
+
+    def whole(self, name: str, rows: int, experts: int) -> None:
+        loop = self.bench.whole(rows, experts)
+        assert loop.graph is not None
+        ms = time_graph(loop.graph.replay, replays=10)
+        counted = step_bytes(
+            self.bench.args, rows=rows, experts=experts, context=two.CONTEXT, draft=rows > 1
+        )
+        limit = counted.limit_ms(4.3e12, SIZE)
+        self.note(
+            f"{name}, rows {rows} experts {experts}",
+            {"ms": round(ms.median, 3), "best": round(ms.best, 3), "limit_ms": round(limit, 3)},
+        )
+        self.exchange.check()
+
+    def times(self) -> None:
+        use_programmatic_launch(True)
+        self.whole("in the boundary", *two.ROWS[0])
+        usual = self.bench.joins
+        self.bench.joins = self.none
+        self.whole("no exchange", *two.ROWS[0])
+        self.bench.joins, self.exchange.apart = usual, True
+        self.whole("kernels of their own", *two.ROWS[0])
+        self.exchange.apart = False
+        with contextlib.suppress(RuntimeError):
+            self.note("timeline", two.timeline(self.bench, self.options, 0, "alone"))
+        for rows, experts in two.ROWS[1:]:
+            if self.left() > 25:
+                self.whole("in the boundary", rows, experts)
+
+    def layers(self) -> float:
+        self.rows(6, 22)
+        step = self.captured()
+        return round(time_graph(step.graph.replay, replays=10).median, 4)
+
+    def trials(self) -> None:
+        self.bench.step.joins = self.bench.joins
+        weights = self.bench.weights
+        self.note("layers and head", self.layers())
+        for name, change in two.TRIALS.items():
+            with change(self.bench):
+                self.note(f"trial: {name}", self.layers())
+        for plan in WO_B:
+            if self.left() < 4:
+                return
+            made, layers = fragments.StreamPlan(*plan), []
+            for w in weights.layers:
+                wo_b = dataclasses.replace(w.attention.wo_b, plan=made)
+                attention = dataclasses.replace(w.attention, wo_b=wo_b)
+                layers.append(dataclasses.replace(w, attention=attention))
+            self.bench.step.weights = dataclasses.replace(weights, layers=tuple(layers))
+            self.note(f"trial: wo_b {plan}", self.layers())
+        self.bench.step.weights = weights
+        self.note("layers and head again", self.layers())
+
+    def replays(self) -> None:
+        caches = self.bench.caches
+        state = [caches.window_rows, *caches.main.values(), *caches.index.values()]
+        self.bench.step.joins = self.bench.joins
+        self.rows(6, 22)
+        lanes, self.bench.step.lanes = self.bench.step.lanes, Lanes(self.bench.device, on=False)
+        plain = self.captured(programmatic=False, apart=True)
+        self.bench.step.lanes = lanes
+        plain.graph.replay()
+        logits, kept = plain.logits[:6].clone(), [part.clone() for part in state]
+        step = self.captured()
+        differ = torch.zeros(2, dtype=torch.int64, device="cuda")  # logits, state
+        done = 0
+        while done < self.options.replays and self.left() > 3:
+            for _ in range(50):
+                step.graph.replay()
+                got = step.logits[:6].view(torch.int32)
+                differ[0] += (got != logits.view(torch.int32)).any()
+                for part, other in zip(state, kept, strict=True):
+                    differ[1] += (part != other).any()
+            torch.cuda.synchronize()
+            done += 50
+        self.exchange.check()
+        self.note("replays", {"replays": done, "logits, state differ": differ.tolist()})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=55)
+    parser.add_argument("--parts", default="check,times,trials,replays")
+    parser.add_argument("--pool", type=int, default=96)
+    parser.add_argument("--replays", type=int, default=2000)
+    bench = Alone(parser.parse_args())
+    for part in bench.options.parts.split(","):
+        try:
+            getattr(bench, part)()
+        except Exception as error:
+            bench.note(f"{part} failed", f"{type(error).__name__}: {error}"[:400])
+
+
+if __name__ == "__main__":
+    main()
