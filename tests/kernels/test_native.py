@@ -27,12 +27,16 @@ DENSE = grid(
      ("fp8", 576, 5120, 1), ("fp8", 5120, 288, 1)],
 )  # fmt: skip
 """Rows' format, rows, columns, blocks of a block-diagonal map."""
+_SMALL = [(4, 2, 64, 32), (3, 2, 96, 64)]
+_LARGE = [(12, 6, 5120, 2304), (12, 6, 5120, 1152), (12, 6, 5120, 576), (12, 6, 5120, 288),
+          (5, 3, 320, 96)]  # fmt: skip
 EXPERTS = grid(
-    [(4, 2, 64, 32), (3, 2, 96, 64)],
-    [(12, 6, 5120, 2304), (12, 6, 5120, 1152), (12, 6, 5120, 576), (12, 6, 5120, 288),
-     (5, 3, 320, 96)],
-)  # fmt: skip
-"""Experts, picks, hidden, width."""
+    [(_SMALL[0], 1), (_SMALL[1], 0)],
+    [(s, fold) for s in _LARGE for fold in (0, 1)] + [(_SMALL[0], 0), (_SMALL[1], 1)],
+)
+"""(Experts, picks, hidden, width) and how their loop is folded."""
+PROGRAMMATIC = (False, True) if DEVICE == "cuda" else (False,)
+"""The emulator knows one way to launch."""
 
 
 def random_bytes(*shape, low=0, high=256, seed=0):
@@ -111,7 +115,7 @@ def test_dense_rows_are_alone(shape):
     for at in ([3], [9, 0, 15], list(range(9)), list(range(16))[::-1]):
         some = x.new_full((-(-len(at) // 8) * 8, x.shape[1]), float("nan"))
         some[: len(at)] = x[at]
-        for programmatic in (False, True):
+        for programmatic in PROGRAMMATIC:
             runtime.use_programmatic_launch(programmatic)
             got = run(some)[: len(at)]
             runtime.use_programmatic_launch(False)
@@ -190,11 +194,11 @@ def run_experts(x, picks, weights, w13, w2):
     return h.view(picks.shape[0], picks.shape[1], -1)[:count].clone(), y[:count].clone()
 
 
-@pytest.mark.parametrize("fold", [0, 1])
-@pytest.mark.parametrize("shape", EXPERTS)
+@pytest.mark.parametrize("case", EXPERTS)
 @needs_machine
 @on_cpu
-def test_experts(shape, fold):
+def test_experts(case):
+    shape, fold = case
     experts, k, hidden, _ = shape
     parts = expert_weights(shape)
     x = rows_of(6, hidden, seed=1)
@@ -218,18 +222,18 @@ def test_experts(shape, fold):
         assert float((y[row].double() - want[0]).abs().max()) < 0.02 * float(want.abs().max())
 
 
-@pytest.mark.parametrize("fold", [0, 1])
-@pytest.mark.parametrize("shape", EXPERTS)
+@pytest.mark.parametrize("case", EXPERTS)
 @needs_machine
 @on_cpu
-def test_expert_rows_are_alone(shape, fold):
+def test_expert_rows_are_alone(case):
+    shape, fold = case
     experts, k, hidden, _ = shape
     weights_of = streamed_experts(expert_weights(shape), fold)
     x = rows_of(16, hidden, seed=2)
     picks, weights = routing(16, experts, k)
     full = run_experts(x, picks, weights, *weights_of)
     for at in ([0], [5], [14, 4, 0, 7], list(range(9)), list(range(16))[::-1], list(range(16))):
-        for programmatic in (False, True):
+        for programmatic in PROGRAMMATIC:
             runtime.use_programmatic_launch(programmatic)
             some = run_experts(x[at], picks[at], weights[at], *weights_of)
             runtime.use_programmatic_launch(False)
@@ -240,15 +244,15 @@ def test_expert_rows_are_alone(shape, fold):
 @needs_machine
 @on_cpu
 def test_bulk_copies_and_every_lane_arriving_give_the_same_bits():
-    shape = EXPERTS[0]
+    shape, fold = EXPERTS[0]
     parts, x = expert_weights(shape), rows_of(6, shape[2], seed=1)
     picks, weights = routing(6, shape[0], shape[1])
     usual, bulk = (
-        run_experts(x, picks, weights, *streamed_experts(parts, 1, bulk)) for bulk in (0, 1)
+        run_experts(x, picks, weights, *streamed_experts(parts, fold, bulk)) for bulk in (0, 1)
     )
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(usual, bulk, strict=True))
     with trials.using("lanes"):
-        lanes = run_experts(x, picks, weights, *streamed_experts(parts, 1, 1))
+        lanes = run_experts(x, picks, weights, *streamed_experts(parts, fold, 1))
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(usual, lanes, strict=True))
     values, scales = dense_weight(96, 1536)
     plan = fragments.dense_stream_plan(96, 1536)
