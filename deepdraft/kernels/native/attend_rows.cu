@@ -243,9 +243,7 @@ __device__ __forceinline__ void work(const Params& p, const Shared& s) {
             products_begin();
 #pragma unroll
             for (int k = 0; k < 4; k++)
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-                    multiply_turned(sums[i], a[k], matrix_of(keys + (4 * group + i) * PANEL + k * 2048));
+                multiply_turned(sums, a[k], turned_matrix_of(keys + 4 * group * PANEL + k * 2048));
             products_commit();
             products_wait();
 #pragma unroll

@@ -6,12 +6,35 @@
 __device__ __forceinline__ u64 matrix_of(u32 at) {
     return (u64)(at >> 4 & 0x3FFF) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
 }
+// The same as its columns: matrices of 64 columns each stand 8,192 bytes apart.
+__device__ __forceinline__ u64 turned_matrix_of(u32 at) { return (matrix_of(at) & ~((u64)0x3FFF << 16)) | (u64)512 << 16; }
 
 #ifndef EMULATED
-// SUMS: the registers of c, 64 x 64 of a warp group.
-#define SUMS \
+// SUMS_n: the registers of c, 64 x n of a warp group.
+#define SUMS_64 \
     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+#define SUMS_128 \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+#define SUMS_192 \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
+    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}, "
+#define SUMS_256 \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
+    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
+    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+    "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
 #define SUMS_OF(c) \
     "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), \
     "+f"(c[7]), "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), \
@@ -19,24 +42,47 @@ __device__ __forceinline__ u64 matrix_of(u32 at) {
     "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]), "+f"(c[24]), "+f"(c[25]), \
     "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), "+f"(c[30]), "+f"(c[31])
 
-// c = a[64 x 16] b[64 x 16]^T, plus what it was where `add`.
-__device__ __forceinline__ void multiply_group(float (&c)[32], const u32 (&a)[4], u64 b, bool add) {
+// c = a[64 x 16] b[64 P x 16]^T, plus what it was where `add`; c[i]: columns 64 i..
+__device__ __forceinline__ void multiply_group(float (&c)[1][32], const u32 (&a)[4], u64 b, bool add) {
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " SUMS
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " SUMS_64
                  "{%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
-                 : SUMS_OF(c) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
+                 : SUMS_OF(c[0])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
 }
-// The same with a in shared memory as b is.
+__device__ __forceinline__ void multiply_group(float (&c)[2][32], const u32 (&a)[4], u64 b, bool add) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %69, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " SUMS_128
+                 "{%64, %65, %66, %67}, %68, p, 1, 1, 0; }"
+                 : SUMS_OF(c[0]), SUMS_OF(c[1])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
+}
+__device__ __forceinline__ void multiply_group(float (&c)[3][32], const u32 (&a)[4], u64 b, bool add) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %101, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 " SUMS_192
+                 "{%96, %97, %98, %99}, %100, p, 1, 1, 0; }"
+                 : SUMS_OF(c[0]), SUMS_OF(c[1]), SUMS_OF(c[2])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
+}
+__device__ __forceinline__ void multiply_group(float (&c)[4][32], const u32 (&a)[4], u64 b, bool add) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %133, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 " SUMS_256
+                 "{%128, %129, %130, %131}, %132, p, 1, 1, 0; }"
+                 : SUMS_OF(c[0]), SUMS_OF(c[1]), SUMS_OF(c[2]), SUMS_OF(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
+}
+// c = a[64 x 16] b[64 x 16]^T, plus what it was where `add`; a in shared memory as b is.
 __device__ __forceinline__ void multiply_shared(float (&c)[32], u64 a, u64 b, bool add) {
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " SUMS "%32, %33, p, 1, 1, 0, 0; }"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " SUMS_64 "%32, %33, p, 1, 1, 0, 0; }"
                  : SUMS_OF(c) : "l"(a), "l"(b), "r"((int)add));
 }
-// c += a[64 x 16] b[16 x 64]: rows of b as `matrix_of` has them, 16 of them a step, that is 2,048 bytes.
-__device__ __forceinline__ void multiply_turned(float (&c)[32], const u32 (&a)[4], u64 b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " SUMS
-                 "{%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
-                 : SUMS_OF(c) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+// c += a[64 x 16] b[16 x 256]: b as `turned_matrix_of`; 16 of its rows a step, that is 2,048 bytes.
+__device__ __forceinline__ void multiply_turned(float (&c)[4][32], const u32 (&a)[4], u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 " SUMS_256
+                 "{%128, %129, %130, %131}, %132, 1, 1, 1, 1;"
+                 : SUMS_OF(c[0]), SUMS_OF(c[1]), SUMS_OF(c[2]), SUMS_OF(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 // Registers written before are those that the products after it read.
 __device__ __forceinline__ void products_begin() {

@@ -6,7 +6,7 @@
 //
 // Letters: H index heads, C index channels, K keys.
 
-constexpr int HEADS = 32, CHANNELS = 128, RECORD = 68, PANEL = 8192;
+constexpr int HEADS = 32, CHANNELS = 128, RECORD = 68, PANEL = 8192, ROWS = 8;
 
 struct KeyWords { u32 codes[2][4], scales[2]; };   // of keys g and g + 8 of a warp's 16
 
@@ -33,15 +33,16 @@ __device__ __forceinline__ void ask_keys(KeyWords& k, const u8* keys, int first,
     }
 }
 
-// Their values: steps of 16 channels as rows of A. A magnitude's bits stand where a bf16 number has the
-// end of its exponent and the begin of its mantissa: 2**-126 times the value, subnormals too.
+// 2**-32 times their values: steps of 16 channels as rows of A. A magnitude's bits stand where a bf16 number
+// has the end of its exponent and the begin of its mantissa: 2**-126 times the value, subnormals too. One
+// more power of two brings it to its scale; above 2**33, which no normed key has, it is infinite.
 __device__ __forceinline__ void key_values(u32 (&a)[8][4], const KeyWords& k) {
-    constexpr u32 SIZE = 0x01C001C0, SIGN = 0x80008000, UP = 0x7E807E80;
+    constexpr u32 SIZE = 0x01C001C0, SIGN = 0x80008000;
 #pragma unroll
     for (int i = 0; i < 2; i++)
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            const u32 x = k.codes[i][j], e = k.scales[i] >> 8 * j & 255, scale = (e << 7) | (e << 23);
+            const u32 x = k.codes[i][j], e = min((int)(k.scales[i] >> 8 * j & 255) + 94, 255), scale = e * 0x800080;
             a[2 * j][i] = ((x << 6) & SIZE) | ((x << 12) & SIGN);           // codes 0 and 4
             a[2 * j][2 + i] = ((x << 2) & SIZE) | ((x << 8) & SIGN);        // 1 and 5
             a[2 * j + 1][i] = ((x >> 2) & SIZE) | ((x << 4) & SIGN);        // 2 and 6
@@ -49,14 +50,15 @@ __device__ __forceinline__ void key_values(u32 (&a)[8][4], const KeyWords& k) {
 #pragma unroll
             for (int v = 0; v < 4; v++) {
                 u32& pair = a[2 * j + v / 2][2 * (v % 2) + i];
-                pair = times_bf16(times_bf16(pair, UP), scale);
+                pair = times_bf16(pair, scale);
             }
         }
 }
 
-// Channels 32 j.. of one head of one row into column n (of 64) of a pair of rows at `pair`, a multiple of
-// 1,024: two panels of 64 channels. from: null for zeros.
-__device__ __forceinline__ void put_query(u8* pair, int n, int j, const u16* from) {
+// Channels 32 j.. of one head of one row into column n (of 64) of the `pair`-th pair of rows: `queries`, a
+// multiple of 1,024, has the panels of all ROWS / 2 pairs for the first 64 channels, then for the others.
+// from: null for zeros.
+__device__ __forceinline__ void put_query(u8* queries, int pair, int n, int j, const u16* from) {
     u32 q[16];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -69,16 +71,16 @@ __device__ __forceinline__ void put_query(u8* pair, int n, int j, const u16* fro
 #pragma unroll
         for (int i = 0; i < 4; i++)
             d[i] = __byte_perm(q[4 * i + w / 2], q[4 * i + 2 + w / 2], w % 2 ? 0x7632 : 0x5410);
-        *(uint4*)(pair + j / 2 * PANEL + n * 128 + ((4 * (j % 2) + w ^ n % 8) << 4)) =
+        *(uint4*)(queries + (ROWS / 2 * (j / 2) + pair) * PANEL + n * 128 + ((4 * (j % 2) + w ^ n % 8) << 4)) =
             make_uint4(d[0], d[1], d[2], d[3]);
     }
 }
 
-// A head's weight: rounded, scaled, rounded again.
+// Half a head's weight (rounded, scaled, rounded again), for keys of 2**-32 times their values.
 __device__ __forceinline__ float head_weight(const void* weights, long long at, bool bf16, float scale) {
     float w = bf16 ? bf16_value(((const u16*)weights)[at]) : ((const float*)weights)[at];
     w = bf16_value(pack_bf16(w, 0.f) & 0xFFFF) * scale;
-    return bf16_value(pack_bf16(w, 0.f) & 0xFFFF);
+    return bf16_value(pack_bf16(w, 0.f) & 0xFFFF) * 2147483648.f;
 }
 
 // Dots of 64 keys of a warp group with PAIRS pairs of rows whose queries begin at `queries`.
@@ -87,9 +89,7 @@ __device__ __forceinline__ void all_dots(float (&c)[PAIRS][32], const u32 (&a)[8
     products_begin();
 #pragma unroll
     for (int s = 0; s < 8; s++)
-#pragma unroll
-        for (int p = 0; p < PAIRS; p++)
-            multiply_group(c[p], a[s], matrix_of(queries + (2 * p + s / 4) * PANEL + s % 4 * 32), s > 0);
+        multiply_group(c, a[s], matrix_of(queries + ROWS / 2 * (s / 4) * PANEL + s % 4 * 32), s > 0);
     products_commit();
 }
 
@@ -107,8 +107,9 @@ __device__ __forceinline__ float pair_score(const float (&c)[32], const float* w
 #pragma unroll
             for (int k = 0; k < 2; k++) {
                 const float* d = c + 4 * (4 * row + i) + 2 * k;
-                own[k] = fmaf(fmaxf(d[0], 0.f), w.x, own[k]);
-                own[k] = fmaf(fmaxf(d[1], 0.f), w.y, own[k]);
+                // Twice the positive part, by another pipe than a maximum's.
+                own[k] = fmaf(d[0] + fabsf(d[0]), w.x, own[k]);
+                own[k] = fmaf(d[1] + fabsf(d[1]), w.y, own[k]);
             }
         }
         const float other = __shfl_xor_sync(~0u, t % 2 ? own[0] : own[1], 1);

@@ -12,7 +12,7 @@
 #include "groups.cuh"
 #include "keys.cuh"
 
-constexpr int THREADS = 256, TILE = 128, ROWS = 8, GROUP = 32;
+constexpr int THREADS = 256, TILE = 128, GROUP = 32;
 
 struct Params {
     const u16* queries;    // bf16 [R, H, C]
@@ -27,7 +27,7 @@ struct Params {
 };
 
 struct Shared {
-    u8* queries;           // [ROWS / 2] pairs of two panels
+    u8* queries;           // two panels of each pair
     float* weights;        // [ROWS, H]
     int *reach, *base;     // [ROWS] of the block's rows
     int *row, *end;        // [ROWS] of those of the sequence at hand: number in the launch, reach
@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) scores_kernel(const __g
             const int n = task / 4 % 64, at = task / 256 * 2 + n / HEADS, j = task % 4;
             const u16* from = nullptr;
             if (at < count) from = p.queries + ((long long)s.row[at] * HEADS + n % HEADS) * CHANNELS + 32 * j;
-            put_query(s.queries + task / 256 * 2 * PANEL, n, j, from);
+            put_query(s.queries, task / 256, n, j, from);
         }
         for (int i = t; i < pairs * 2 * HEADS; i += THREADS) {
             float w = 0.f;

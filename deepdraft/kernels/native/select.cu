@@ -125,9 +125,11 @@ __device__ __forceinline__ void empty_bins(const Shared& s) {
     __syncthreads();
 }
 
-// The least key taken; `need` becomes how many of those equal to it are taken, 0: all.
+// The least key taken; `need` becomes how many of those equal to it are taken, 0: all. low, high: of those
+// that are no infinity.
 __device__ __forceinline__ u32 threshold(const Shared& s, int length, u32 low, u32 high, int& need) {
     const int t = threadIdx.x;
+    if (low > high) low = high = INFINITE;
     // Scores spread over the bins as they are (their integers would crowd); infinity lies on top.
     const float least = score_of(low), most = score_of(high);
     const float per = high > low && most - least < 3e38f ? (BINS - 2) / (most - least) : 0.f;
@@ -169,7 +171,8 @@ __device__ __forceinline__ u32 threshold(const Shared& s, int length, u32 low, u
         }
         extent(s, of_bin_low, of_bin_high, seen);
         low = of_bin_low, high = of_bin_high;
-    }
+    } else
+        high = INFINITE;
     for (;;) {
         const u32 range = high - low;
         int shift = 0;
@@ -264,7 +267,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) select_kernel(const __grid
             u32 key = key_of(found[i]);
             if (p.newest && is_newest(p, row, (j + i) * THREADS + t, length, reach)) key = INFINITE;
             s.keys[(j + i) * THREADS + t] = key;
-            if (key) low = min(low, key), high = max(high, key), valid++;
+            if (key) valid++;
+            if (key && key < INFINITE) low = min(low, key), high = max(high, key);
         }
     }
     extent(s, low, high, valid);

@@ -18,7 +18,7 @@
 #include "groups.cuh"
 #include "keys.cuh"
 
-constexpr int THREADS = 256, TILE = 128, ROWS = 8, PAIRS = ROWS / 2, EACH = HELD / 32;
+constexpr int THREADS = 256, TILE = 128, PAIRS = ROWS / 2, EACH = HELD / 32;
 
 struct Params {
     const u16* queries;    // bf16 [R, H, C]
@@ -34,7 +34,7 @@ struct Params {
 };
 
 struct Shared {
-    u8* queries;           // [PAIRS] pairs of two panels
+    u8* queries;           // two panels of each pair
     float* weights;        // [ROWS, H]
     u32* keys;             // [ROWS, HELD]: scores as integers of the same order
     int* entries;          // [ROWS, HELD]
@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_top_kernel(const
     for (int task = t; task < ROWS * HEADS * 4; task += THREADS) {
         const int n = task / 4 % 64, row = row0 + task / 256 * 2 + n / HEADS, j = task % 4;
         const u16* from = p.queries + ((long long)row * HEADS + n % HEADS) * CHANNELS + 32 * j;
-        put_query(s.queries + task / 256 * 2 * PANEL, n, j, row < p.rows ? from : nullptr);
+        put_query(s.queries, task / 256, n, j, row < p.rows ? from : nullptr);
     }
     for (int i = t; i < ROWS * HEADS; i += THREADS) {
         float w = 0.f;

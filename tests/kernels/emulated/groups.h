@@ -54,11 +54,16 @@ template <class Of> void add_products(float (&c)[32], const Rows& a, bool add, O
         c[i] = sum;
     }
 }
-static void multiply_group(float (&c)[32], const u32 (&a)[4], u64 b, bool add) {
-    add_products(c, rows_of(a), add, [start = start_of(b)](int n, int k) { return element(start, n, k); });
+template <int P> void multiply_group(float (&c)[P][32], const u32 (&a)[4], u64 b, bool add) {
+    const Rows rows = rows_of(a);
+    for (int i = 0; i < P; i++)
+        add_products(c[i], rows, add, [start = start_of(b), i](int n, int k) { return element(start, 64 * i + n, k); });
 }
-static void multiply_turned(float (&c)[32], const u32 (&a)[4], u64 b) {
-    add_products(c, rows_of(a), true, [start = start_of(b)](int n, int k) { return element(start, k, n); });
+static void multiply_turned(float (&c)[4][32], const u32 (&a)[4], u64 b) {
+    const Rows rows = rows_of(a);
+    const u32 apart = (b >> 16 & 0x3FFF) << 4;
+    for (int i = 0; i < 4; i++)
+        add_products(c[i], rows, true, [start = start_of(b) + i * apart](int n, int k) { return element(start, k, n); });
 }
 static void multiply_shared(float (&c)[32], u64 a, u64 b, bool add) {
     Rows rows;
