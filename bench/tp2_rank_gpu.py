@@ -46,12 +46,22 @@ DENSE = {
     (5120, 1152): (stream.FP8_ROWS, 0), (5120, 15360): (stream.FP8_ROWS, 0),
 }  # fmt: skip
 """Dense products of a rank (rows, columns): how their rows lie, what comes out."""
-WO_B = (
-    (2, 2, 16, 1, 4, 3, 0), (4, 2, 16, 1, 2, 3, 0), (4, 2, 8, 1, 4, 3, 0), (8, 2, 8, 1, 2, 3, 0),
-    (4, 2, 16, 1, 2, 3, 0, 1), (2, 2, 16, 1, 4, 3, 0, 1),
-)  # fmt: skip
-"""Plans of the output map's slice: with one part of its columns a block, 160 units are two turns of
-132 blocks, of which the second is mostly empty."""
+PLANS = {
+    "shared13": ("experts", (2304, 5120), (
+        (2, 2, 16, 1, 5, 3, 0), (2, 2, 16, 1, 5, 3, 0, 1), (2, 2, 8, 1, 10, 3, 0),
+        (4, 2, 8, 1, 5, 3, 0, 1), (5, 1, 8, 1, 4, 4, 0, 1), (10, 2, 16, 1, 1, 3, 0, 1),
+    )),
+    "wo_b": ("attention", (5120, 4096), (
+        (2, 2, 16, 1, 4, 3, 0), (2, 2, 16, 1, 4, 3, 0, 1), (4, 2, 16, 1, 2, 3, 0, 1),
+        (4, 2, 8, 1, 4, 3, 0, 1), (8, 2, 8, 1, 2, 3, 0, 1),
+    )),
+    "wo_a": ("attention", (4096, 4096), ((8, 2, 8, 1, 2, 2, 0, 1), (4, 2, 16, 1, 2, 3, 0, 1))),
+    "w_query": ("attention", (16384, 1280), ((10, 2, 4, 2, 1, 3, 0, 1), (5, 5, 8, 1, 1, 2, 0, 1))),
+    "shared2": ("experts", (5120, 1152), ((9, 3, 4, 1, 1, 2, 0), (9, 3, 4, 2, 1, 2, 0, 1))),
+}  # fmt: skip
+"""Other plans of a rank's slices: where the map lies, its shape. With one part of its columns a
+block, 160 units of the output map are two turns of 132 blocks, of which the second is mostly
+empty."""
 
 
 def itself(capacity: int = two.CAPACITY) -> OneShot:
@@ -65,7 +75,11 @@ def prebuild() -> None:
     """Compile what the step needs in CUDA C++ side by side; it finds it in the cache."""
     wanted = []
     plans = [(shape, fragments.dense_stream_plan(*shape)) for shape in DENSE]
-    plans += [((5120, 4096), fragments.StreamPlan(*plan)) for plan in WO_B]
+    plans += [
+        (shape, fragments.StreamPlan(*plan))
+        for _, shape, all_of in PLANS.values()
+        for plan in all_of
+    ]
     for shape, plan in plans:
         if plan is not None:
             kind, output = DENSE[shape]
@@ -84,6 +98,19 @@ def prebuild() -> None:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(one, wanted))
+
+
+def with_plan(weights, part: str, name: str, shape: tuple[int, int], plan: fragments.StreamPlan):
+    """The model's weights with another plan of one map of every layer."""
+    layers = []
+    for w in weights.layers:
+        whole = getattr(w, part)
+        matrix = getattr(whole, name)
+        if (matrix.rows, matrix.cols) == shape:
+            matrix = dataclasses.replace(matrix, plan=plan)
+            w = dataclasses.replace(w, **{part: dataclasses.replace(whole, **{name: matrix})})
+        layers.append(w)
+    return dataclasses.replace(weights, layers=tuple(layers))
 
 
 class Alone:
@@ -180,7 +207,7 @@ class Alone:
     def layers(self) -> float:
         self.rows(6, 22)
         step = self.captured()
-        return round(time_graph(step.graph.replay, replays=10).median, 4)
+        return round(time_graph(step.graph.replay, replays=6).median, 4)
 
     def trials(self) -> None:
         self.bench.step.joins = self.bench.joins
@@ -189,17 +216,27 @@ class Alone:
         for name, change in two.TRIALS.items():
             with change(self.bench):
                 self.note(f"trial: {name}", self.layers())
-        for plan in WO_B:
-            if self.left() < 4:
-                return
-            made, layers = fragments.StreamPlan(*plan), []
-            for w in weights.layers:
-                wo_b = dataclasses.replace(w.attention.wo_b, plan=made)
-                attention = dataclasses.replace(w.attention, wo_b=wo_b)
-                layers.append(dataclasses.replace(w, attention=attention))
-            self.bench.step.weights = dataclasses.replace(weights, layers=tuple(layers))
-            self.note(f"trial: wo_b {plan}", self.layers())
+        best = self.layers()
+        for name, (part, shape, plans) in PLANS.items():
+            kept = weights
+            for plan in plans:
+                if self.left() < 3:
+                    break
+                made = fragments.StreamPlan(*plan)
+                self.bench.step.weights = with_plan(weights, part, name, shape, made)
+                try:
+                    ms = self.layers()
+                    logits = self.bench.once()[:6]
+                    self.note(f"trial: {name} {plan}", [ms, bool(logits.isfinite().all())])
+                except ValueError as error:
+                    self.note(f"trial: {name} {plan}", str(error)[:200])
+                    continue
+                if ms < best:
+                    best, kept = ms, self.bench.step.weights
+            weights = kept
         self.bench.step.weights = weights
+        self.note("layers and head with the best of each", self.layers())
+        self.bench.step.weights = self.bench.weights
         self.note("layers and head again", self.layers())
 
     def replays(self) -> None:
