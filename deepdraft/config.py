@@ -86,7 +86,7 @@ class EngineConfig:
     """Requests that may wait; one more is answered 503."""
     prefill_chunk: int | None = None
     """Rows of a step, drafts aside: prompt tokens between two looks at other requests. None: 256;
-    encoder prefill on a GPU: at most 8,192, as memory allows."""
+    encoder prefill on a GPU: at most 8,192 for each of `tp`, as memory allows."""
     max_stall_ms: float = 100.0
     """What parts of prompts may take in a step in which others wait for their next token."""
     drafts: int | None = None

@@ -158,7 +158,8 @@ def prefill_plan(
     """Rows of a chunk, at most `chunk`, of all `ranks` that share it, beside at least one sequence
     of the longest text in `room` bytes. Raises ConfigError where none fits, which says what
     would."""
-    most = _CHUNK_ROWS if chunk is None else max(8, chunk // 8 * 8)
+    # Ranks that share a chunk are through with it as much sooner.
+    most = min(_CHUNK_ROWS * ranks, max(CHUNKS)) if chunk is None else max(8, chunk // 8 * 8)
     chunks = tuple(dict.fromkeys((most, *(rows for rows in CHUNKS if rows < most))))
     try:
         tokens = max_context or args.max_position_embeddings

@@ -73,5 +73,7 @@ class OneProcessMemory:
         self.addresses: Sequence[int] = [part.data_ptr() for part in parts]
 
     def barrier(self, lane: int = 0) -> None:
-        """By an exchange of the group."""
+        """By an exchange of the group, when this rank's device has written all."""
+        if self.parts[0].is_cuda:
+            torch.cuda.synchronize()
         self._group.gather(torch.zeros(1))

@@ -141,4 +141,5 @@ def test_two_ranks_read_a_prompt_and_decode():
     ((alone, alone_step, *_),) = run_in_turn(1, conversation)
     for own, wanted in ((whole, alone), (step, alone_step)):
         error = (own - wanted).norm() / wanted.norm()
-        assert 0 < error < 0.05, error
+        # Roundings to FP8 flip where sums have another order; a part left out gives about 0.7.
+        assert 0 < error < 0.15, error
