@@ -29,7 +29,10 @@ ALIVE_EVERY = 4
 DIAL_S = 5.0
 _LONGEST_PAUSE_S = 2.0
 FORGET_S = 120.0
-"""An engine that could not be reached for so long is taken out of the registry."""
+"""An engine that could not be reached for so long is taken out of the registry; one that lives puts
+itself in again."""
+REFUSED_S = 10.0
+"""Likewise where its machine says that nobody listens there any more."""
 
 
 class Links:
@@ -96,15 +99,18 @@ class Links:
         pause_s, reached = 0.1, time.monotonic()
         try:
             while entry.incarnation in self._known:
+                limit_s = FORGET_S
                 try:
                     if await self._talk(entry):
                         pause_s, reached = 0.1, time.monotonic()
                 except (OSError, EOFError) as error:
+                    if isinstance(error, ConnectionRefusedError):
+                        limit_s = REFUSED_S
                     logger.debug("replica %s: %s", entry.label, type(error).__name__)
                 except wire.WireError as error:
                     logger.warning("replica %s is not used: %s", entry.label, error.message)
                     pause_s = _LONGEST_PAUSE_S
-                if time.monotonic() - reached > FORGET_S:
+                if time.monotonic() - reached > limit_s:
                     await asyncio.to_thread(self._registry.drop, entry.incarnation)
                     return
                 await asyncio.sleep(pause_s)

@@ -19,6 +19,9 @@ from deepdraft.server.fleet_registry import RayRegistry
 from deepdraft.server.fleet_replica import model_path
 from deepdraft.server.fleet_version import Deployed, version_of
 
+_CALM_S = 20.0
+"""Where a replica has left, and Ray neither starts nor stops any for so long, the fleet is to be
+smaller."""
 _FIXED = ("host", "port", "tls_cert", "tls_key")
 """Of `server`: they belong to Ray Serve's proxies, which outlive a version."""
 Say = Callable[[str], None]
@@ -81,17 +84,25 @@ def drain_one(fleet: FleetFile, replica: str, say: Say) -> None:
             raise ConfigError(f"no replica {replica} runs; those that do: {names}")
         registry.ask_to_leave(found[replica].incarnation)
         say(f"{replica} leaves")
-        until = time.monotonic() + fleet_ray.leaving_s(fleet) + fleet.ray.start_s
+        changed = time.monotonic()
+        until = changed + fleet_ray.leaving_s(fleet) + fleet.ray.start_s
+        before = ""
         while True:
             labels = {entry.label for entry in registry.entries()}
             state = fleet_ray.application(fleet.name)
-            if replica not in labels and len(labels) >= len(found):
-                say(f"{', '.join(sorted(labels - set(found)))} is there in its place")
+            if replica not in labels and (new := labels - set(found)):
+                say(f"{', '.join(sorted(new))} is there in its place")
                 return
             if state is None:
                 raise EngineError("the fleet was ended meanwhile")
-            if time.monotonic() > until:
-                raise EngineError(f"no replica has taken its place: {fleet_ray.states(state)}")
+            now, states = time.monotonic(), fleet_ray.states(state)
+            if replica in labels or states != before or state.status.value != "RUNNING":
+                before, changed = states, now
+            elif now - changed > _CALM_S:
+                say(f"it has left, and none comes in its place: {states}")
+                return
+            if now > until:
+                raise EngineError(f"no replica has taken its place: {states}")
             time.sleep(fleet_ray.LOOK_S)
 
 

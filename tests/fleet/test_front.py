@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import random
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from deepdraft.server import fleet_link
 from deepdraft.server import fleet_wire as wire
 from deepdraft.server.app import create_app
 from deepdraft.server.fleet_front import FrontService
@@ -471,6 +473,24 @@ def test_a_front_that_falls_silent_leaves_nothing_on_its_engines(
     logging.getLogger("deepdraft").propagate = True
     asyncio.run(run())
     assert "front f has said nothing for 2" in caplog.text
+
+
+def test_where_nobody_listens_any_more_there_is_no_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was killed cannot take itself out of the registry; one that lives comes back."""
+    monkeypatch.setattr(fleet_link, "REFUSED_S", 0.2)
+
+    async def run() -> None:
+        async with world_of(tmp_path, 1) as world:
+            with socket.socket() as closed:
+                closed.bind(("127.0.0.1", 0))
+                world.registry.put(Entry("dead", "i", "127.0.0.1", closed.getsockname()[1]))
+                await world.until(lambda: "i" in world.links._kept)
+                await world.until(lambda: "i" not in world.registry.found)
+            assert world.registry.entries() == [world.engines[0].entry]
+
+    asyncio.run(run())
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -12,6 +12,7 @@ import pytest
 from deepdraft.errors import ConfigError, EngineError
 from deepdraft.server import fleet_upgrade, fleet_version
 from deepdraft.server.fleet_config import FleetFile, load_fleet_file
+from deepdraft.server.fleet_registry import Entry
 from deepdraft.server.fleet_upgrade import check_change, upgrade
 from deepdraft.server.fleet_version import Deployed, version_of
 
@@ -224,3 +225,69 @@ def test_what_cannot_be_upgraded_now(ray: FakeRay, tmp_path: Path, state: str) -
     with pytest.raises(ConfigError, match="no fleet" if state == "gone" else "just changing"):
         upgrade(newer(tmp_path), list[str]().append)
     assert not ray.deployed
+
+
+class Draining:
+    """A fleet of which one replica is to leave: looks at it, one after the other."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.looks: list[tuple[str, str, str]] = []
+        """Labels in the registry, state of the application, what Ray does; the last one stays."""
+        self.asked: list[str] = []
+        found = {
+            "check_ray": lambda: None,
+            "connected": lambda fleet: contextlib.nullcontext(),
+            "application": self.application,
+            "states": lambda state: state.states,
+            "leaving_s": lambda fleet: 0.0,
+            "LOOK_S": 0.001,
+        }
+        for name, value in found.items():
+            monkeypatch.setattr(fleet_upgrade.fleet_ray, name, value)
+        monkeypatch.setattr(fleet_upgrade, "RayRegistry", lambda name: self)
+        monkeypatch.setattr(fleet_upgrade, "_CALM_S", 0.02)
+        self.begun = False
+
+    def entries(self) -> list[Entry]:
+        if self.begun and len(self.looks) > 1:
+            self.looks.pop(0)
+        self.begun = True
+        return [Entry(label, f"of {label}", "h", 1) for label in self.looks[0][0].split()]
+
+    def application(self, name: str) -> Any:
+        _, state, states = self.looks[0]
+        status = SimpleNamespace(value=state)
+        return None if state == "gone" else SimpleNamespace(status=status, states=states)
+
+    def ask_to_leave(self, incarnation: str) -> None:
+        self.asked.append(incarnation)
+
+
+@pytest.mark.parametrize(
+    ("looks", "told"),
+    [
+        ([("a", "RUNNING"), ("a", "RUNNING"), ("", "UNHEALTHY"), ("c", "RUNNING")], "c is there"),
+        # The entry of one that was killed before is still there, and goes.
+        (
+            [("a b x", "RUNNING"), ("b x", "UNHEALTHY"), ("b", "RUNNING"), ("b c", "RUNNING")],
+            "c is",
+        ),
+        ([("a b", "RUNNING"), ("a b", "RUNNING"), ("b", "RUNNING")], "none comes in its place: 1"),
+        ([("a b", "RUNNING"), ("b", "gone")], "the fleet was ended meanwhile"),
+        ([("a b", "RUNNING"), ("b", "DEPLOYING")], "no replica has taken its place: 1"),
+        ([("b x", "RUNNING")], "no replica a runs; those that do: b, x"),
+    ],
+)
+def test_one_replica_leaves(
+    looks: list[tuple[str, str]], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = Draining(monkeypatch)
+    ray.looks = [(labels, state, "1 running") for labels, state in looks]
+    fleet = fleet_of(tmp_path, "[ray]\nstart_s = 1")
+    lines: list[str] = []
+    try:
+        fleet_upgrade.drain_one(fleet, "a", lines.append)
+    except (ConfigError, EngineError) as error:
+        lines.append(error.message)
+    assert told in lines[-1]
+    assert ray.asked == ([] if "those that do" in told else ["of a"])
