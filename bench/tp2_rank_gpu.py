@@ -1,14 +1,14 @@
-"""One rank of two alone on a GPU: its half of the step, with exchanges that it makes with itself.
+"""One rank of several alone on a GPU: its part of the step, exchanges that it makes with itself.
 
-    python3 bench/tp2_rank_gpu.py --json FILE [--seconds 55] [--parts check,times,trials,replays]
+    python3 bench/tp2_rank_gpu.py --json FILE [--tp 2] [--seconds 55] [--parts check,times,replays]
 
-The rank's mailbox is its peer's, too: what it sends comes back as the other rank's words. So all
-launches, sums and waits of a step of two ranks run; what is missing is the way over NVLink and the
+The rank's mailbox is its peers', too: what it sends comes back as the other ranks' words. So all
+launches, sums and waits of a step of several ranks run; what is missing is the way over NVLink and the
 time that one rank waits for a slower one. Times are no substitute for two GPUs.
 
 check    logits: exchange inside the boundary against kernels of its own, plain and programmatic
 times    whole steps (6 rows first), kernels of their own, no exchange; a timeline
-trials   forms of the step, layers and head
+trials   forms of the step, layers and head (two ranks)
 replays  the captured step again and again against launches one behind the other, bit for bit
 """
 
@@ -38,7 +38,6 @@ from deepdraft.models.v41_step import Lanes  # noqa: E402
 from deepdraft.proof.bench_step import time_graph  # noqa: E402
 from deepdraft.proof.step_bytes import step_bytes  # noqa: E402
 
-SIZE = 2
 DENSE = {
     (1792, 5120): (stream.FP8_ROWS, 0), (16384, 1280): (stream.FP8_ROWS, 0),
     (20480, 1280): (stream.FP8_ROWS, 0), (4096, 4096): (stream.BF16_ROWS, 2),
@@ -64,11 +63,10 @@ block, 160 units of the output map are two turns of 132 blocks, of which the sec
 empty."""
 
 
-def itself(capacity: int = two.CAPACITY) -> OneShot:
-    """Rank 0, whose words for rank 1 lie where those of rank 1 are expected."""
-    own = torch.zeros(2, SIZE, capacity, dtype=torch.int64, device="cuda")
-    at = own.data_ptr()
-    return OneShot(0, [at, at + 8 * capacity], own)
+def itself(size: int, capacity: int = two.CAPACITY) -> OneShot:
+    """Rank 0, whose words for another rank lie where those of that rank are expected."""
+    own = torch.zeros(2, size, capacity, dtype=torch.int64, device="cuda")
+    return OneShot(0, [own.data_ptr() + 8 * capacity * rank for rank in range(size)], own)
 
 
 def prebuild() -> None:
@@ -120,19 +118,21 @@ class Alone:
         self.options, self.begin = options, time.monotonic()
         self.report: dict[str, object] = {"torch": torch.__version__, "context": two.CONTEXT}
         compiling = threading.Thread(target=prebuild)
-        compiling.start()
-        self.exchange, tables = itself(), []
+        if options.tp == 2:
+            compiling.start()
+        self.exchange, tables = itself(options.tp), []
 
         def joins(own: list[OwnTables]) -> RankJoins:
             tables.extend(own)
             return RankJoins(self.exchange, own)
 
         args = dummy_args(two.full_args(), expert_pool=options.pool, engram_rows=4_000_000)
-        self.bench = two.RankBench(args, 0, SIZE, joins)
+        self.bench = two.RankBench(args, 0, options.tp, joins)
         torch.cuda.synchronize()
         self.note("load_s", round(time.monotonic() - self.begin, 1))
-        self.none = two.NoExchange(SIZE, tables)
-        compiling.join()
+        self.none = two.NoExchange(options.tp, tables)
+        if options.tp == 2:
+            compiling.join()
         self.note("compiled_s", round(time.monotonic() - self.begin, 1))
 
     def note(self, name: str, value: object) -> None:
@@ -182,7 +182,7 @@ class Alone:
         counted = step_bytes(
             self.bench.args, rows=rows, experts=experts, context=two.CONTEXT, draft=rows > 1
         )
-        limit = counted.limit_ms(4.3e12, SIZE)
+        limit = counted.limit_ms(4.3e12, self.options.tp)
         self.note(
             f"{name}, rows {rows} experts {experts}",
             {"ms": round(ms.median, 3), "best": round(ms.best, 3), "limit_ms": round(limit, 3)},
@@ -268,8 +268,9 @@ class Alone:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=55)
-    parser.add_argument("--parts", default="check,times,trials,replays")
+    parser.add_argument("--parts", default="check,times,replays")
     parser.add_argument("--pool", type=int, default=96)
     parser.add_argument("--replays", type=int, default=2000)
     bench = Alone(parser.parse_args())
