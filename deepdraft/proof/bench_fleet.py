@@ -21,14 +21,8 @@ from deepdraft.proof.fleet_calibrate import Calibration
 from deepdraft.proof.fleet_costs import Costs, read_costs
 from deepdraft.proof.fleet_figures import COMPUTED, TurnDone, compare, figures
 from deepdraft.proof.fleet_served import Kind, Started, replicas, servers
-from deepdraft.proof.fleet_sim import (
-    FleetShape,
-    SimConversation,
-    SimTurn,
-    Simulated,
-    simulate,
-)
-from deepdraft.proof.fleet_trace import TracePlan, fleet_trace, lengths, num_turns
+from deepdraft.proof.fleet_sim import FleetShape, Simulated, in_tokens, simulate
+from deepdraft.proof.fleet_trace import TracePlan, fleet_trace, num_turns
 from deepdraft.proof.serve_client import Answer, Ask, Target
 from deepdraft.proof.serve_load import Done, conversations
 
@@ -40,6 +34,14 @@ _MOST_NAMED = 16
 """Of simulated replicas in a record."""
 _FETCHED = "deepdraft_kv_fetch_bytes_total"
 _ENGINE = ("deepdraft_prefill_seconds_total", "deepdraft_iteration_seconds_total")
+_ENGINES = (
+    *("prefill_seconds_total", "prompt_tokens_total", "iteration_seconds_total"),
+    *("iterations_total", "spec_decode_steps_total", "generation_tokens_total"),
+    *("time_to_first_token_seconds_sum", "request_queue_time_seconds_sum"),
+    *("request_prefill_time_seconds_sum", "request_decode_time_seconds_sum"),
+    *("kv_fetches_total", "kv_fetch_seconds_total", "kv_directory_seconds_total"),
+)
+"""Counters that say where a run's time went."""
 _TOLD_S = 2.5
 """So late a front may hear its engines' counters."""
 _LATER_REUSED, _POINTS, _IMBALANCE, _OFF = 0.95, 0.02, 0.15, 0.20
@@ -154,6 +156,7 @@ def run(fleet: Started, case: Case, plan: TracePlan, tag: str) -> dict[str, Any]
     )
     busy = sum(counted[name] for name in _ENGINE) / wall_s / case.count
     result["engines_busy"] = round(busy, 4) if busy else None
+    result["engines"] = {name: round(counted[f"deepdraft_{name}"], 3) for name in _ENGINES}
     result["fault_messages"] = sorted({d.answer.message for d in done if d.answer.fault})[:5]
     result["cpu_s"] = {"fleet": round(cpu, 2) if fleet.pids else None, "client": round(own, 2)}
     late = sorted(d.late_s for d in done)
@@ -187,20 +190,6 @@ def turns_of(done: Sequence[Done]) -> list[TurnDone]:
             )
             known = answer.prompt_tokens + answer.tokens
     return out
-
-
-def in_tokens(plan: TracePlan, costs: Costs) -> list[SimConversation]:
-    """A plan's trace in tokens, by the measured characters a token."""
-
-    def new(chars: int) -> int:
-        return max(1, round(chars / costs.chars_per_token + costs.turn_tokens))
-
-    return [
-        SimConversation(
-            at_s, tuple(SimTurn(new(chars), turn.max_tokens, turn.pause_s) for chars, turn in turns)
-        )
-        for at_s, turns in lengths(plan)
-    ]
 
 
 def predict(
@@ -346,7 +335,7 @@ def calibrated(kind: Kind, model: str | None, plan: TracePlan, runs: int, say: S
     rest on the kind of fleet that is to be predicted."""
 
     def of(fleet: Started) -> Calibration:
-        return Calibration(fleet, targets_of(fleet), plan.max_tokens, runs)
+        return Calibration(fleet, targets_of(fleet), plan, runs)
 
     if kind == "replicas":
         with replicas(model, 1, sharing=False) as one:

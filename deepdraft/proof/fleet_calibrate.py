@@ -19,7 +19,10 @@ from dataclasses import dataclass, field, replace
 from deepdraft.errors import EngineError
 from deepdraft.proof.fleet_costs import UNBOUNDED, Costs
 from deepdraft.proof.fleet_served import Started
+from deepdraft.proof.fleet_sim import FleetShape, in_tokens, simulate
+from deepdraft.proof.fleet_trace import TracePlan, fleet_trace
 from deepdraft.proof.serve_client import Answer, Ask, Target
+from deepdraft.proof.serve_load import conversations
 from deepdraft.proof.suite import document
 
 _PARTS = (1, 150, 270, 440)
@@ -30,9 +33,9 @@ _SIZES = ((150, 1), (4800, 1), (150, 6))
 """Characters and turns of conversations that move."""
 _QUESTION = "\nWhat does the text say about the old map?"
 _NEXT = "And who else spoke of the road?"
-_LATER = 3
-"""Turns behind the first one that are measured."""
 _STREAMS = (1, 2, 4, 8)
+_MIXED, _MIXED_TURNS, _TRIES = 8, 4, 4
+"""Conversations of the short trace and their turns; times its costs are set right."""
 _IDLE_S = 3.0
 _SETTLE_S, _SETTLED_S = 20.0, 0.1
 """A front hears its engines' counters every two seconds."""
@@ -71,13 +74,42 @@ class _Scene:
         return max(0.0, (waited - self.counted[_FIRST]) / len(self.answers))
 
 
+@dataclass(slots=True)
+class _Chat:
+    """A conversation on one server."""
+
+    at: int
+    session: str
+    turns: tuple[str, ...]
+    last: Answer
+
+    @property
+    def known(self) -> int:
+        """Tokens so far."""
+        return self.last.prompt_tokens + self.last.tokens
+
+
+class _Sessions:
+    """A target that is told which conversation a turn is of."""
+
+    def __init__(self, target: Target, tag: str) -> None:
+        self._target, self._tag = target, tag
+
+    def ask(self, ask: Ask, *, deadline_s: float | None = None) -> Answer:
+        """With the conversation's session id."""
+        session = f"{self._tag}-{ask.name}".replace(" ", "-")
+        return self._target.ask(replace(ask, session=session), deadline_s=deadline_s)
+
+
 class Calibration:
     """Requests to idle servers. Raises EngineError where one is not answered."""
 
-    def __init__(self, fleet: Started, targets: Sequence[Target], tokens: int, runs: int) -> None:
-        """`tokens`: of an answer of the trace; `runs`: of each measurement."""
-        self._fleet, self._targets, self._runs = fleet, targets, runs
-        self._tokens = max(16, tokens)
+    def __init__(
+        self, fleet: Started, targets: Sequence[Target], plan: TracePlan, runs: int
+    ) -> None:
+        """`plan`: what is to be predicted; `runs`: of each measurement."""
+        self._fleet, self._targets, self._plan, self._runs = fleet, targets, plan, runs
+        self._tokens = max(16, plan.max_tokens)
         self._number = random.SystemRandom().randrange(1 << 40)
         self._due = fleet.counters()[_ENDED]
         """Requests that the fleet will have counted."""
@@ -94,8 +126,8 @@ class Calibration:
         costs = self._prompts()
         say("costs: later turns")
         costs = self._turns(costs)
-        say("costs: rounds of decoding")
-        return self._rounds(costs)
+        say("costs: a short trace")
+        return self._mixed(costs)
 
     def pair(self, costs: Costs, say: Say) -> Costs:
         """With what two servers show: fetches, bytes, shared cores."""
@@ -113,11 +145,7 @@ class Calibration:
         return document(chars, self._number) + _QUESTION
 
     def _one(self, at: int, turns: tuple[str, ...], tokens: int, session: str = "") -> Answer:
-        answer = self._targets[at].ask(Ask(turns, tokens, session=session or None))
-        self._due += 1
-        if answer.fault is not None:
-            raise EngineError(f"calibration: {answer.fault}: {answer.message}")
-        return answer
+        return self._together([(at, Ask(turns, tokens, session=session or None))])[0]
 
     @contextlib.contextmanager
     def _scene(self) -> Generator[_Scene]:
@@ -141,13 +169,30 @@ class Calibration:
                 raise EngineError("calibration: the fleet does not count what it answered")
             time.sleep(_SETTLED_S)
 
-    def _together(self, asks: Sequence[tuple[int, str]]) -> list[Answer]:
-        """One stream for each, all begun at once."""
-        answers: list[Answer | None] = [None] * len(asks)
+    def _chat(self, at: int, chars: int) -> "_Chat":
+        """A conversation with its first answer."""
+        text = self._text(chars)
+        session = f"calibrate-{self._number}"
+        return _Chat(at, session, (text,), self._one(at, (text,), self._tokens, session))
+
+    def _next_turns(self, chats: Sequence["_Chat"]) -> list[Answer]:
+        """The next turns of some conversations, all begun at once."""
+        asks = []
+        for chat in chats:
+            chat.turns = (*chat.turns, chat.last.text, _NEXT)
+            asks.append((chat.at, Ask(chat.turns, self._tokens, session=chat.session)))
+        answers = self._together(asks)
+        for chat, answer in zip(chats, answers, strict=True):
+            chat.last = answer
+        return answers
+
+    def _together(self, asks: Sequence[tuple[int, Ask]]) -> list[Answer]:
+        """One request for each server and ask, all begun at once."""
+        answers = [Answer(fault="timeout")] * len(asks)
 
         def one(i: int) -> None:
-            at, text = asks[i]
-            answers[i] = self._targets[at].ask(Ask((text,), self._tokens))
+            at, ask = asks[i]
+            answers[i] = self._targets[at].ask(ask)
 
         threads = [threading.Thread(target=one, args=(i,)) for i in range(len(asks))]
         for thread in threads:
@@ -155,10 +200,14 @@ class Calibration:
         for thread in threads:
             thread.join()
         self._due += len(asks)
-        kept = [a for a in answers if a is not None and a.fault is None and a.tokens > 1]
-        if len(kept) < len(asks):
-            raise EngineError("calibration: streams at a time were not all answered")
-        return kept
+        self._check(answers)
+        return answers
+
+    @staticmethod
+    def _check(answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            if answer.fault is not None:
+                raise EngineError(f"calibration: {answer.fault}: {answer.message}")
 
     def _side_s(self, scene: _Scene) -> float:
         """Processor time of all but the engine's steps and of what runs anyway."""
@@ -211,72 +260,89 @@ class Calibration:
         return line(chars, [a.prompt_tokens for s in scenes for a in s.answers])
 
     def _turns(self, costs: Costs) -> Costs:
-        """Later turns: few rows far behind a prompt's start, on a stored conversation."""
-        chats: list[tuple[str, tuple[str, ...], Answer]] = []
-        for _ in range(2 * self._runs):
-            text = self._text(2400)
-            session = f"calibrate-{self._number}"
-            chats.append((session, (text,), self._one(0, (text,), self._tokens, session)))
-        time.sleep(_STORED_S)
+        """Later turns of 1, 2, 4, 8 conversations at a time, whose prompts are all but in the cache
+        and whose texts are as long as those of a trace."""
+        chats = [self._chat(0, 2400) for _ in range(max(_STREAMS))]
         gaps: list[int] = []
-        with self._scene() as scene:
-            for _ in range(_LATER):
-                for i, (session, turns, one) in enumerate(chats):
-                    turns = (*turns, one.text, _NEXT)
-                    known = one.prompt_tokens + one.tokens
-                    one = self._one(0, turns, self._tokens, session)
-                    gaps.append(known - one.cached_tokens)
-                    scene.answers.append(one)
-                    chats[i] = session, turns, one
-        wait_s = (scene.counted[_FIRST] - scene.counted[_READ]) / len(scene.answers)
+        points, beside, wait_s = [], [], 0.0
+        for streams in _STREAMS:
+            with self._scene() as scene:
+                for _ in range(self._runs):
+                    time.sleep(_STORED_S)
+                    for i in range(0, len(chats), streams):
+                        own = chats[i : i + streams]
+                        known = [c.known for c in own]
+                        scene.answers += self._next_turns(own)
+                        gaps += [k - c.last.cached_tokens for k, c in zip(known, own, strict=True)]
+            count, counted = len(scene.answers), scene.counted
+            if streams == 1:
+                wait_s = (counted[_FIRST] - counted[_READ]) / count
+                # The engine's loop does more than its steps.
+                self._loop = max(1.0, counted[_DECODING] / counted[_DECODED])
+            most = counted[_OWN_STEPS] / counted[_STEPS]
+            # The first tokens come with the prompts.
+            points.append(
+                (most, self._loop * most * counted[_DECODED] / (counted[_TOKENS] - count))
+            )
+            side_s = self._side_s(scene) - costs.side_request_s * count
+            beside.append(side_s / counted[_TOKENS])
         return replace(
             costs,
             gap_tokens=max(0, round(statistics.fmean(gaps))),
             resume_s=max(0.0, wait_s - costs.request_s),
-        )
-
-    def _rounds(self, costs: Costs) -> Costs:
-        """Streams that begin together on prompts that are in the cache."""
-        points, beside, loop = [], [], 1.0
-        for streams in _STREAMS:
-            scenes = []
-            for _ in range(self._runs):
-                texts = [self._text(1200) for _ in range(streams)]
-                for text in texts:
-                    self._one(0, (text,), 1)
-                time.sleep(_STORED_S)
-                with self._scene() as scene:
-                    scene.answers += self._together([(0, text) for text in texts])
-                scenes.append(scene)
-            counted = sum((s.counted for s in scenes), Counter[str]())
-            tokens = counted[_TOKENS] - streams * self._runs  # the first ones come with the prompts
-            if streams == 1:
-                # The engine's loop does more than its steps.
-                loop = max(1.0, counted[_DECODING] / counted[_DECODED])
-            most = counted[_OWN_STEPS] / counted[_STEPS]
-            points.append((most, loop * most * counted[_DECODED] / tokens))
-            side = sum(map(self._side_s, scenes)) - costs.side_request_s * streams * self._runs
-            beside.append(side / counted[_TOKENS])
-        return replace(
-            costs,
             decode_s=rising(points),
             side_token_s=max(0.0, statistics.median(beside)),
         )
+
+    def _mixed(self, costs: Costs) -> Costs:
+        """A short trace: where parts of prompts and rounds take turns both take longer than alone
+        (caches, other threads), and so does the way."""
+        plan = self._plan
+        short = replace(
+            plan,
+            conversations=_MIXED,
+            mean_turns=min(plan.mean_turns, _MIXED_TURNS),
+            most_turns=min(plan.most_turns, 2 * _MIXED_TURNS),
+            seed=plan.seed + 1,
+        )
+        with self._scene() as scene:
+            done = conversations(
+                _Sessions(self._targets[0], f"mixed-{self._number}"), fleet_trace(short)
+            )
+            scene.answers += [d.answer for d in done]
+            self._due += len(done)
+            self._check(scene.answers)
+        trace = in_tokens(short, costs)
+        self._say(f"costs alone: {costs.prefill_s} {costs.decode_s}") if hasattr(
+            self, "_say"
+        ) else None
+        for _ in range(_TRIES):
+            own = simulate(trace, costs, FleetShape())
+            costs = replace(
+                costs,
+                prefill_s=_times(costs.prefill_s, scene.counted[_READ] / own.read_s),
+                decode_s=_times(
+                    costs.decode_s, self._loop * scene.counted[_DECODED] / own.decode_s
+                ),
+            )
+        return replace(costs, path_s=max(costs.path_s, scene.way_s))
 
     # ---- two servers ------------------------------------------------------------------------
 
     def _both(self) -> float:
         """What two servers do at once, as a multiple of one."""
+
+        def first_turns(*servers: int) -> float:
+            """Seconds of engines."""
+            with self._scene() as scene:
+                asks = [(at, Ask((self._text(2400),), self._tokens)) for at in servers]
+                scene.answers += self._together(asks)
+            return scene.engine_s
+
         shares = []
         for _ in range(self._runs + 1):
-            alone = 0.0
-            for at in range(2):
-                with self._scene() as scene:
-                    scene.answers += self._together([(at, self._text(2400))])
-                alone += scene.engine_s
-            with self._scene() as scene:
-                scene.answers += self._together([(at, self._text(2400)) for at in range(2)])
-            shares.append(2 * alone / scene.engine_s)
+            alone = first_turns(0) + first_turns(1)
+            shares.append(2 * alone / first_turns(0, 1))
         return min(2.0, max(1.0, statistics.median(shares)))
 
     def _fetches(self, costs: Costs) -> Costs:
@@ -311,15 +377,19 @@ class Calibration:
     def _next_turn(self, at: int, then: int, chars: int, count: int) -> tuple[float, int, float]:
         """So many turns on one server and one more on another: the way of that one in seconds,
         tokens of the conversation before it, bytes fetched."""
-        text, known = self._text(chars), 0
-        session, turns = f"calibrate-{self._number}", (text,)
-        for _ in range(count):
-            one = self._one(at, turns, self._tokens, session)
-            turns, known = (*turns, one.text, _NEXT), one.prompt_tokens + one.tokens
+        chat = self._chat(at, chars)
+        for _ in range(count - 1):
             time.sleep(_STORED_S)
+            self._next_turns([chat])
+        time.sleep(_STORED_S)
+        chat.at, known = then, chat.known
         with self._scene() as scene:
-            scene.answers.append(self._one(then, turns, 1, session))
+            scene.answers += self._next_turns([chat])
         return scene.way_s, known, scene.counted[_FETCHED]
+
+
+def _times(table: Sequence[tuple[float, float]], factor: float) -> tuple[tuple[float, float], ...]:
+    return tuple((x, factor * y) for x, y in table)
 
 
 def line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:

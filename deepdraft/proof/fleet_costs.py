@@ -42,6 +42,8 @@ class Costs:
     max_running: int = 16
     chunk: int = 256
     """Rows of a part of a prompt."""
+    joint_rows: int = 96
+    """Of short parts of several prompts that are computed as one."""
     part_s: tuple[tuple[float, float], ...] = ()
     """(rows, seconds): a part of so many rows at a prompt's start, which need not be less than a
     larger one; without it a part takes its share of a whole one, which is in `prefill_s`."""
@@ -167,7 +169,9 @@ def costs_of(data: dict[str, Any], where: str) -> Costs:
         for name, value in values.items():
             if name in ("name", "prefill_s", "decode_s", "part_s", "capacity"):
                 continue
-            whole = name in ("max_running", "chunk", "gap_tokens", "kv_most_turns")
+            whole = name in (
+                *("max_running", "chunk", "joint_rows", "gap_tokens", "kv_most_turns"),
+            )
             values[name] = int(value) if whole else float(value)
         return Costs(**values)
     except (TypeError, ValueError) as error:

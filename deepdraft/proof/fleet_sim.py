@@ -25,6 +25,7 @@ from deepdraft.errors import ConfigError
 from deepdraft.proof.fleet_cores import Job, Machine, Process, Then
 from deepdraft.proof.fleet_costs import Costs
 from deepdraft.proof.fleet_figures import COMPUTED, TurnDone
+from deepdraft.proof.fleet_trace import TracePlan, lengths
 
 Routing = Literal["random", "two", "sticky"]
 """Any replica; of two drawn at random the one with less at hand; always the same one."""
@@ -81,6 +82,9 @@ class Simulated:
     """Of one replica."""
     busy_share: float = 0.0
     """Of the engines' time, on average, in which they made a step."""
+    read_s: float = 0.0
+    decode_s: float = 0.0
+    """Of all engines: for parts of prompts, and for rounds."""
 
 
 class _Request:
@@ -99,6 +103,10 @@ class _Request:
         self.first = 0.0
         self.source = COMPUTED
         self.replica = -1
+
+
+_Part = tuple[_Request, int]
+"""Rows of a request's prompt."""
 
 
 class _Chat:
@@ -122,8 +130,6 @@ class _Replica:
         self._reading: list[_Request] = []
         self._running: list[_Request] = []
         self._job: Job | None = None
-        self._parts: list[tuple[_Request, int]] = []
-        self._parts_s = 0.0
         self._rounds = 0
         self._pace = Pace(1e3 * fleet.costs.max_stall_s)
         self._kept: OrderedDict[int, tuple[int, int]] = OrderedDict()
@@ -212,26 +218,39 @@ class _Replica:
         while self._waiting and room > 0:
             self._reading.append(self._waiting.popleft())
             room -= 1
-        self._parts = self._plan()
-        if not self._parts:
-            self._decode(self._running)
-            return
-        self._rounds = 0
-        self._parts_s = costs.read_s([(request.read, rows) for request, rows in self._parts])
-        begun = [r.cached > 0 for r, _ in self._parts if r.read == r.cached]
-        work = self._parts_s + len(begun) * costs.request_s + sum(begun) * costs.resume_s
-        self._start(self._read, work)
+        parts = self._plan()
+        begun = [r.cached > 0 for r, _ in parts if r.read == r.cached]
+        begin_s = len(begun) * costs.request_s + sum(begun) * costs.resume_s
+        self._read(self._joined(parts), list(self._running), begin_s)
+
+    def _joined(self, parts: Sequence[_Part]) -> deque[list[_Part]]:
+        """Parts that are computed together, as `engine.engine` puts them together."""
+        groups: deque[list[_Part]] = deque()
+        room, most = 0, self.fleet.costs.joint_rows
+        for request, rows in parts:
+            if rows <= min(most, room):
+                groups[-1].append((request, rows))
+            else:
+                groups.append([(request, rows)])
+                room = most if rows <= most else 0
+            room -= rows
+        return groups
 
     def _start(self, done: Then, work_s: float) -> None:
         def ended() -> None:
             assert self._job is not None
-            self.busy_s += self.fleet.now - self._job.started
+            took_s = self.fleet.now - self._job.started
+            self.busy_s += took_s
+            if self._rounds:
+                self.fleet.out.decode_s += took_s
+            else:
+                self.fleet.out.read_s += took_s
             done()
 
         self._job = Job(ended)
         self.machine.start(self._job, work_s)
 
-    def _plan(self) -> list[tuple[_Request, int]]:
+    def _plan(self) -> list[_Part]:
         """Rows of prompts in the next step, by the rules of `engine.scheduler`: the oldest prompt
         goes on, half of the room is for prompts short enough to be finished with it."""
         reading, costs = self._reading, self.fleet.costs
@@ -253,21 +272,34 @@ class _Replica:
             room -= left[id(request)]
         return parts
 
-    def _read(self) -> None:
-        """The parts were read."""
-        decoding, ended = list(self._running), []
-        # As the engine does it: processor time of the part.
-        self._pace.observe(sum(rows for _, rows in self._parts), 1e3 * self._parts_s)
-        for request, rows in self._parts:
-            request.read += rows
-            self.rows += rows
-            if request.read >= request.prompt:
+    def _read(
+        self, groups: deque[list[_Part]], decoding: Sequence[_Request], begin_s: float = 0.0
+    ) -> None:
+        """One group of parts after the other, then a round for those that decode."""
+        if not groups:
+            self._decode(decoding)
+            return
+        group = groups.popleft()
+        took_s = self.fleet.costs.read_s([(request.read, rows) for request, rows in group])
+
+        def done() -> None:
+            # As the engine does it: processor time of the part.
+            self._pace.observe(sum(rows for _, rows in group), 1e3 * took_s)
+            for request, rows in group:
+                request.read += rows
+                self.rows += rows
+                if request.read < request.prompt:
+                    continue
                 self._reading.remove(request)
                 self._token(request)
-                (self._running if request.left > 0 else ended).append(request)
-        for request in ended:
-            self._end(request)
-        self._decode(decoding)
+                if request.left > 0:
+                    self._running.append(request)
+                else:
+                    self._end(request)
+            self._read(groups, decoding)
+
+        self._rounds = 0
+        self._start(done, begin_s + took_s)
 
     def _decode(self, requests: Sequence[_Request]) -> None:
         if not requests:
@@ -402,3 +434,17 @@ def simulate(trace: Sequence[SimConversation], costs: Costs, shape: FleetShape) 
     if out.wall_s:
         out.busy_share = sum(r.busy_s for r in fleet.replicas) / out.wall_s / shape.replicas
     return out
+
+
+def in_tokens(plan: TracePlan, costs: Costs) -> list[SimConversation]:
+    """A plan's trace in tokens, by the measured characters a token."""
+
+    def new(chars: int) -> int:
+        return max(1, round(chars / costs.chars_per_token + costs.turn_tokens))
+
+    return [
+        SimConversation(
+            at_s, tuple(SimTurn(new(chars), turn.max_tokens, turn.pause_s) for chars, turn in turns)
+        )
+        for at_s, turns in lengths(plan)
+    ]

@@ -21,7 +21,6 @@ from deepdraft.proof.bench_fleet import (
     check_counts,
     checks,
     highest_rate,
-    in_tokens,
     predict,
     run,
     table_of,
@@ -31,6 +30,7 @@ from deepdraft.proof.fleet_calibrate import line, rising
 from deepdraft.proof.fleet_costs import Costs
 from deepdraft.proof.fleet_figures import TurnDone, compare, figures, imbalance, spread
 from deepdraft.proof.fleet_served import Started, fleet_file, samples, tree_cpu_s
+from deepdraft.proof.fleet_sim import in_tokens
 from deepdraft.proof.fleet_trace import TracePlan, fleet_trace, num_turns
 from deepdraft.proof.serve_client import Answer, Ask, Target
 from deepdraft.proof.serve_load import Done

@@ -3,17 +3,20 @@ laws on random fleets."""
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepdraft.engine.engine import Engine
 from deepdraft.engine.pace import Pace
 from deepdraft.engine.request import Request
-from deepdraft.engine.scheduler import Limits, Scheduler, StepPlan
+from deepdraft.engine.scheduler import Limits, PrefillChunk, Scheduler, StepPlan
 from deepdraft.errors import ConfigError
 from deepdraft.proof.fleet_costs import Costs, costs_of, read_costs
 from deepdraft.proof.fleet_figures import figures
@@ -333,21 +336,26 @@ class RealScheduler:
 
     def _step(self, plan: StepPlan) -> None:
         costs = self.costs
-        parts_s = costs.read_s([(c.start, c.end - c.start) for c in plan.prefill])
-        rows = sum(c.end - c.start for c in plan.prefill)
-        if rows:
-            self.pace.observe(rows, 1e3 * parts_s)
-        begun = sum(c.start == 0 for c in plan.prefill)
-        self.now += parts_s + begun * costs.request_s
-        for chunk in plan.prefill:
-            chunk.request.num_computed = chunk.end
-            if chunk.request.prefilled:
-                self.times[chunk.request.request_id] = (self.now, self.now)
-                self._token(chunk.request)
+        self.now += sum(c.start == 0 for c in plan.prefill) * costs.request_s
+        for group in self._joined(plan.prefill):
+            took_s = costs.read_s([(c.start, c.end - c.start) for c in group])
+            self.pace.observe(sum(c.end - c.start for c in group), 1e3 * took_s)
+            self.now += took_s
+            for chunk in group:
+                chunk.request.num_computed = chunk.end
+                if chunk.request.prefilled:
+                    self.times[chunk.request.request_id] = (self.now, self.now)
+                    self._token(chunk.request)
         if plan.decode:
             self.now += costs.round_s(len(plan.decode))
         for request in plan.decode:
             self._token(request)
+
+    def _joined(self, chunks: Sequence[PrefillChunk]) -> list[list[PrefillChunk]]:
+        """The engine's own rule, for a runner that takes so many rows at once."""
+        most = self.costs.joint_rows
+        runner = SimpleNamespace(joint_rows=most, joins=lambda handle, rows: rows <= most)
+        return Engine._joined(SimpleNamespace(runner=runner), chunks)  # type: ignore[arg-type]
 
     def _token(self, request: Request) -> None:
         id = request.request_id
@@ -369,6 +377,7 @@ def test_an_engine_is_what_the_real_scheduler_makes_of_the_same_costs(seed: int)
         max_stall_s=rng.choice((0.01, 0.05, 0.2)),
         part_s=rng.choice(((), ((10, 0.01), (100, 0.05)))),
         request_s=rng.choice((0.0, 0.02)),
+        joint_rows=rng.choice((0, 40, 96)),
     )
     trace = [
         chat(rng.uniform(0, 6), (rng.choice((5, 40, 900)) + rng.randrange(30), rng.randint(1, 40)))
