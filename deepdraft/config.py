@@ -26,13 +26,17 @@ Load = Literal["checkpoint", "dummy"]
 ScheduleName = Literal["cost", "threshold", "all"]
 FetchRule = Literal["auto", "always", "never"]
 SessionPolicy = Literal["optional", "require"]
+MOST = 1e9
+"""Of numbers that may have a fraction, seconds most of them: clocks count no further."""
+_MOST_SHOWN = 200
 
 
 def parse_bytes(name: str, text: str) -> int:
     """Bytes of a size such as 512MiB, 2g or 4096. Raises ConfigError."""
     found = re.fullmatch(r"(\d{1,15})(?:([kmgt])(?:i?b)?|b)?", text.strip().lower())
     if found is None:
-        raise ConfigError(f'{name} must be a size such as 512MiB, 4GiB or 0, got "{text}"')
+        require(False, name, text, "a size such as 512MiB, 4GiB or 0")
+    assert found is not None
     return int(found[1]) << (10 * (" kmgt".index(found[2] or " ")))
 
 
@@ -46,14 +50,24 @@ def memory_of_machine() -> int:
     return min(total, limit)
 
 
-def _require(ok: bool, name: str, value: object, rule: str) -> None:
+def require(ok: bool, name: str, value: object, rule: str) -> None:
+    """Raises ConfigError where a setting does not hold; a long value is shown in part."""
     if not ok:
-        raise ConfigError(f"{name} must be {rule}, got {value!r}")
+        shown = repr(value)
+        shown = shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}..."
+        raise ConfigError(f"{name} must be {rule}, got {shown}")
 
 
-def _require_number(name: str, value: object, least: float) -> None:
-    ok = isinstance(value, int | float) and not isinstance(value, bool) and value >= least
-    _require(ok, name, value, f"a number >= {least:g}")
+def require_number(name: str, value: object, least: float, most: float = MOST) -> None:
+    """Raises ConfigError unless the value is a number from `least` to `most`."""
+    ok = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+    require(ok, name, value, f"a number from {least:g} to {most:g}")
+
+
+def is_int(value: object, least: int = -(1 << 63)) -> bool:
+    """Whether it is an integer of 64 bits, not less than `least`."""
+    ok = isinstance(value, int) and not isinstance(value, bool)
+    return ok and least <= value < 1 << 63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,42 +140,40 @@ class EngineConfig:
         ):
             value = getattr(self, name)
             choices = get_args(kind)
-            _require(value in choices, f"engine.{name}", value, "one of " + ", ".join(choices))
+            require(value in choices, f"engine.{name}", value, "one of " + ", ".join(choices))
         for name in ("max_running", "max_queue", "tp"):
             value = getattr(self, name)
-            _require(_is_int(value) and value >= 1, f"engine.{name}", value, "an integer >= 1")
-        ok = self.drafts is None or (_is_int(self.drafts) and self.drafts >= 0)
-        _require(ok, "engine.drafts", self.drafts, "an integer >= 0, or absent")
-        value = self.draft_threshold
-        ok = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
-        _require(ok, "engine.draft_threshold", value, "a number from 0 to 1")
+            require(is_int(value, 1), f"engine.{name}", value, "an integer >= 1")
+        ok = self.drafts is None or is_int(self.drafts, 0)
+        require(ok, "engine.drafts", self.drafts, "an integer >= 0, or absent")
+        require_number("engine.draft_threshold", self.draft_threshold, 0, 1)
         ok = self.cost_table is None or (isinstance(self.cost_table, str) and bool(self.cost_table))
-        _require(ok, "engine.cost_table", self.cost_table, "a file name, or absent")
+        require(ok, "engine.cost_table", self.cost_table, "a file name, or absent")
         self._check_cache()
         self._check_device()
         optional = ("max_context", "expert_pool", "threads", "tenant_running", "tenant_queue")
         for name in (*optional, "prefill_chunk"):
             value = getattr(self, name)
-            ok = value is None or (_is_int(value) and value >= 1)
-            _require(ok, f"engine.{name}", value, "an integer >= 1, or absent")
-        ok = _is_int(self.max_parked) and self.max_parked >= 0
-        _require(ok, "engine.max_parked", self.max_parked, "an integer >= 0")
-        _require_number("engine.max_stall_ms", self.max_stall_ms, 1.0)
-        _require_number("engine.preempt_after_s", self.preempt_after_s, 0.0)
+            ok = value is None or is_int(value, 1)
+            require(ok, f"engine.{name}", value, "an integer >= 1, or absent")
+        ok = is_int(self.max_parked, 0)
+        require(ok, "engine.max_parked", self.max_parked, "an integer >= 0")
+        require_number("engine.max_stall_ms", self.max_stall_ms, 1.0)
+        require_number("engine.preempt_after_s", self.preempt_after_s, 0.0)
         ok = isinstance(self.chat_format, str) and bool(self.chat_format)
-        _require(ok, "engine.chat_format", self.chat_format, "auto or the name of a format")
+        require(ok, "engine.chat_format", self.chat_format, "auto or the name of a format")
         keys = self.accept_keys
         ok = isinstance(keys, tuple) and all(isinstance(k, str) and k for k in keys)
-        _require(ok, "engine.accept_keys", keys, "a list of key paths")
+        require(ok, "engine.accept_keys", keys, "a list of key paths")
 
     def _check_device(self) -> None:
         if self.device == "cpu":
-            _require(self.load == "checkpoint", "engine.load", self.load, "checkpoint on a CPU")
+            require(self.load == "checkpoint", "engine.load", self.load, "checkpoint on a CPU")
             return
         rule = "on a GPU (the kernels compute nothing else)"
-        _require(self.numerics == "quant", "engine.numerics", self.numerics, f'"quant" {rule}')
+        require(self.numerics == "quant", "engine.numerics", self.numerics, f'"quant" {rule}')
         ok = self.tp == 1 or self.load == "checkpoint"
-        _require(ok, "engine.load", self.load, '"checkpoint" with tp above 1')
+        require(ok, "engine.load", self.load, '"checkpoint" with tp above 1')
 
     def _check_cache(self) -> None:
         for name in ("kv_memory", "kv_spill_bytes", "state_memory"):
@@ -169,11 +181,11 @@ class EngineConfig:
             if isinstance(value, str) and (name == "kv_spill_bytes" or value != "auto"):
                 value = parse_bytes(f"engine.{name}", value)
                 object.__setattr__(self, name, value)
-            ok = value == "auto" or (_is_int(value) and value >= 0)
-            _require(ok, f"engine.{name}", value, 'bytes, or a size such as "512MiB"')
+            ok = value == "auto" or is_int(value, 0)
+            require(ok, f"engine.{name}", value, 'bytes, or a size such as "512MiB"')
         value = self.kv_spill
         ok = value is None or (isinstance(value, str) and bool(value))
-        _require(ok, "engine.kv_spill", value, "a directory, or absent")
+        require(ok, "engine.kv_spill", value, "a directory, or absent")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +209,7 @@ class ApiKey:
 
     def __post_init__(self) -> None:
         ok = isinstance(self.name, str) and re.fullmatch(r"[\w.@-]{1,64}", self.name) is not None
-        _require(ok, "server.keys.name", self.name, "1 to 64 letters, digits, . _ @ or -")
+        require(ok, "server.keys.name", self.name, "1 to 64 letters, digits, . _ @ or -")
         digest = self.sha256.lower() if isinstance(self.sha256, str) else ""
         if re.fullmatch(r"[0-9a-f]{64}", digest) is None:
             raise ConfigError(
@@ -205,14 +217,14 @@ class ApiKey:
                 "`printf %s KEY | sha256sum` prints it"
             )
         object.__setattr__(self, "sha256", digest)
-        _require_number("server.keys.weight", self.weight, 0.01)
+        require_number("server.keys.weight", self.weight, 0.01)
         for name in ("max_running", "max_queue"):
             value = getattr(self, name)
-            ok = value is None or (_is_int(value) and value >= 1)
-            _require(ok, f"server.keys.{name}", value, "an integer >= 1, or absent")
+            ok = value is None or is_int(value, 1)
+            require(ok, f"server.keys.{name}", value, "an integer >= 1, or absent")
         for name in ("requests_per_minute", "tokens_per_minute"):
             if getattr(self, name) is not None:
-                _require_number(f"server.keys.{name}", getattr(self, name), 0.01)
+                require_number(f"server.keys.{name}", getattr(self, name), 0.01)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,39 +286,39 @@ class ServerConfig:
         ok = isinstance(self.session_header, str) and bool(
             re.fullmatch(r"[A-Za-z0-9-]{1,64}", self.session_header)
         )
-        _require(ok, "server.session_header", self.session_header, "the name of a header")
+        require(ok, "server.session_header", self.session_header, "the name of a header")
         choices = get_args(SessionPolicy)
         rule = "one of " + ", ".join(choices)
-        _require(self.session_policy in choices, "server.session_policy", self.session_policy, rule)
-        _require(isinstance(self.host, str) and bool(self.host), "server.host", self.host, "a name")
-        ok = _is_int(self.port) and 0 <= self.port <= 65535
-        _require(ok, "server.port", self.port, "an integer in 0..65535")
+        require(self.session_policy in choices, "server.session_policy", self.session_policy, rule)
+        require(isinstance(self.host, str) and bool(self.host), "server.host", self.host, "a name")
+        ok = is_int(self.port) and 0 <= self.port <= 65535
+        require(ok, "server.port", self.port, "an integer in 0..65535")
         names = self.served_model_names
         ok = isinstance(names, tuple) and all(isinstance(n, str) and n.strip() for n in names)
-        _require(ok, "server.served_model_names", names, "a list of names, none of them empty")
-        ok = _is_int(self.max_body_bytes) and self.max_body_bytes >= 1024
-        _require(ok, "server.max_body_bytes", self.max_body_bytes, "an integer >= 1024")
+        require(ok, "server.served_model_names", names, "a list of names, none of them empty")
+        ok = is_int(self.max_body_bytes, 1024)
+        require(ok, "server.max_body_bytes", self.max_body_bytes, "an integer >= 1024")
         for name, least in (
             ("keep_alive_s", 0.01),
             ("drain_s", 0.0),
-            ("retry_after_s", 1),
             ("header_timeout_s", 0.01),
             ("body_timeout_s", 0.01),
             ("send_timeout_s", 0.01),
             ("compile_timeout_s", 0.01),
             ("response_retention_s", 0),
         ):
-            _require_number(f"server.{name}", getattr(self, name), least)
+            require_number(f"server.{name}", getattr(self, name), least)
         if self.request_timeout_s is not None:
-            _require_number("server.request_timeout_s", self.request_timeout_s, 0.01)
+            require_number("server.request_timeout_s", self.request_timeout_s, 0.01)
         for name, least in (
             ("response_store_bytes", 0),
+            ("retry_after_s", 1),
             ("max_messages", 1),
             ("max_connections", 1),
         ):
             value = getattr(self, name)
-            ok = _is_int(value) and value >= least
-            _require(ok, f"server.{name}", value, f"an integer >= {least}")
+            ok = is_int(value, least)
+            require(ok, f"server.{name}", value, f"an integer >= {least}")
         self._check_security()
         keys = self.api_keys
         if not isinstance(keys, tuple) or not all(map(_is_key, keys)):
@@ -314,18 +326,18 @@ class ServerConfig:
                 "server.api_keys must be a list of keys of printable ASCII without spaces"
             )
         ok = self.log_level in ("debug", "info", "warning", "error")
-        _require(ok, "server.log_level", self.log_level, "one of debug, info, warning, error")
+        require(ok, "server.log_level", self.log_level, "one of debug, info, warning, error")
         for name in ("log_prompts", "traces"):
             value = getattr(self, name)
-            _require(isinstance(value, bool), f"server.{name}", value, "true or false")
+            require(isinstance(value, bool), f"server.{name}", value, "true or false")
         ok = self.log_format in ("text", "json")
-        _require(ok, "server.log_format", self.log_format, "text or json")
+        require(ok, "server.log_format", self.log_format, "text or json")
 
     def _check_security(self) -> None:
         for name in ("tls_cert", "tls_key"):
             value = getattr(self, name)
-            ok = value is None or (isinstance(value, str) and Path(value).is_file())
-            _require(ok, f"server.{name}", value, "the path of a PEM file that can be read")
+            ok = value is None or (isinstance(value, str) and os.path.isfile(value))
+            require(ok, f"server.{name}", value, "the path of a PEM file that can be read")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("server.tls_cert and server.tls_key go together; give both or none")
         origins = self.cors_origins
@@ -333,12 +345,12 @@ class ServerConfig:
             o == "*" or (isinstance(o, str) and re.fullmatch(r"https?://[^/\s]+", o))
             for o in origins
         )
-        _require(ok, "server.cors_origins", origins, 'a list such as ["https://page.example"]')
+        require(ok, "server.cors_origins", origins, 'a list such as ["https://page.example"]')
         ok = isinstance(self.keys, tuple) and all(isinstance(k, ApiKey) for k in self.keys)
-        _require(ok, "server.keys", "something else", "a list of tables, [[server.keys]]")
+        require(ok, "server.keys", "something else", "a list of tables, [[server.keys]]")
         names = [k.name for k in self.keys]
         ok = len(set(names)) == len(names) == len({k.sha256 for k in self.keys})
-        _require(ok, "server.keys", names, "keys of different names and digests")
+        require(ok, "server.keys", names, "keys of different names and digests")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,20 +383,20 @@ class FleetConfig:
         for name in ("directory", "name", "advertise", "files", "nixl"):
             value = getattr(self, name)
             ok = value is None or (isinstance(value, str) and bool(value))
-            _require(ok, f"fleet.{name}", "..." if name == "directory" else value, "a text")
+            require(ok, f"fleet.{name}", "..." if name == "directory" else value, "a text")
         for name in ("namespace", "listen"):
-            _require(isinstance(getattr(self, name), str), f"fleet.{name}", "...", "a text")
+            require(isinstance(getattr(self, name), str), f"fleet.{name}", "...", "a text")
         choices = get_args(FetchRule)
-        _require_number("fleet.hurry", self.hurry, 0.01)
-        _require_number("fleet.hand_over_s", self.hand_over_s, 0)
-        _require(self.fetch in choices, "fleet.fetch", self.fetch, "one of " + ", ".join(choices))
+        require_number("fleet.hurry", self.hurry, 0.01)
+        require_number("fleet.hand_over_s", self.hand_over_s, 0)
+        require(self.fetch in choices, "fleet.fetch", self.fetch, "one of " + ", ".join(choices))
         self.address()
 
     def address(self) -> tuple[str, int]:
         """Host and port of `listen`. Raises ConfigError."""
         host, _, port = self.listen.rpartition(":")
         ok = bool(host) and port.isascii() and port.isdigit() and int(port) < 65536
-        _require(ok, "fleet.listen", self.listen, "host:port")
+        require(ok, "fleet.listen", self.listen, "host:port")
         return host.strip("[]"), int(port)
 
 
@@ -399,10 +411,6 @@ class Config:
 
 def _is_key(value: object) -> bool:
     return isinstance(value, str) and bool(value) and all("!" <= c <= "~" for c in value)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def build_settings(cls: type, section: str, values: Mapping[str, Any]) -> Any:
@@ -431,7 +439,7 @@ def read_settings(file: str | Path) -> dict[str, Any]:
             return tomllib.load(stream)
     except OSError as error:
         raise ConfigError(f"cannot read the settings file {file}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, numbers of 4,300 digits
         raise ConfigError(f"the settings file {file} is not valid TOML: {error}") from error
 
 

@@ -4,36 +4,39 @@ Owns: the tables `replicas` and `ray`, what of `engine`, `server` and `fleet` a 
 Knows nothing of: Ray itself. Everything here is checked before Ray is imported.
 """
 
+import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from deepdraft.config import (
     Config,
     build_settings,
+    is_int,
     load_config,
     memory_of_machine,
     read_settings,
+    require,
+    require_number,
 )
 from deepdraft.errors import ConfigError
 
 _TABLES = ("engine", "server", "fleet", "replicas", "ray")
 _GPUS = (0, 1, 2, 4, 8)
+_MOST_FRONTS = 256
+_PATHS = {
+    "engine": ("kv_spill", "cost_table"),
+    "server": ("tls_cert", "tls_key"),
+    "fleet": ("files",),
+    "ray": ("directory",),
+}
+"""Settings that are paths. Replicas may run in another directory, so they are made absolute."""
+LEAST_QUIET_S = 2.0
+"""Replicas give a sign of life twice a second, busy ones somewhat late."""
 _STATE_SHARE = 4
 """Sequences take this part of the machine's memory, as in `serve`; here all replicas together."""
-
-
-def _require(ok: bool, name: str, value: object, rule: str) -> None:
-    if not ok:
-        raise ConfigError(f"{name} must be {rule}, got {value!r}")
-
-
-def _is_number(value: object, least: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value >= least
-
-
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and _is_number(value, least)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,24 +77,27 @@ class Replicas:
     there, whatever the load."""
 
     def __post_init__(self) -> None:
-        _require(_is_count(self.count, 1), "replicas.count", self.count, "an integer >= 1")
+        require(is_int(self.count, 1), "replicas.count", self.count, "an integer >= 1")
         low, high = self.bounds
-        ok = _is_count(low, 1) and low <= self.count
-        _require(ok, "replicas.min_count", low, "an integer from 1 to replicas.count")
-        ok = _is_count(high, self.count)
-        _require(ok, "replicas.max_count", high, "an integer >= replicas.count")
-        ok = _is_number(self.busy, 0.05) and self.busy <= 1
-        _require(ok, "replicas.busy", self.busy, "a number from 0.05 to 1")
-        _require(_is_number(self.cpus, 0.01), "replicas.cpus", self.cpus, "a number >= 0.01")
-        ok = _is_count(self.gpus, 0) and self.gpus in _GPUS
-        _require(ok, "replicas.gpus", self.gpus, "0, 1, 2, 4 or 8")
-        _require(_is_count(self.fronts, 1), "replicas.fronts", self.fronts, "an integer >= 1")
+        ok = is_int(low, 1) and low <= self.count
+        require(ok, "replicas.min_count", low, "an integer from 1 to replicas.count")
+        ok = is_int(high, self.count)
+        require(ok, "replicas.max_count", high, "an integer >= replicas.count")
+        require_number("replicas.busy", self.busy, 0.05, 1)
+        require_number("replicas.cpus", self.cpus, 0.01)
+        ok = is_int(self.gpus) and self.gpus in _GPUS
+        require(ok, "replicas.gpus", self.gpus, "0, 1, 2, 4 or 8")
+        ok = is_int(self.fronts, 1) and self.fronts <= _MOST_FRONTS
+        require(ok, "replicas.fronts", self.fronts, f"an integer from 1 to {_MOST_FRONTS}")
         for name in ("selftest", "resume", "sticky"):
             value = getattr(self, name)
-            _require(isinstance(value, bool), f"replicas.{name}", value, "true or false")
-        for name in ("hang_s", "look_s", "quiet_s", "wait_s", "up_s", "down_s"):
-            value = getattr(self, name)
-            _require(_is_number(value, 0.1), f"replicas.{name}", value, "a number >= 0.1")
+            require(isinstance(value, bool), f"replicas.{name}", value, "true or false")
+        for name in ("look_s", "wait_s", "up_s", "down_s"):
+            require_number(f"replicas.{name}", getattr(self, name), 0.1)
+        require_number("replicas.quiet_s", self.quiet_s, LEAST_QUIET_S)
+        require_number("replicas.hang_s", self.hang_s, LEAST_QUIET_S)
+        rule = f"at least replicas.quiet_s ({self.quiet_s:g})"
+        require(self.hang_s >= self.quiet_s, "replicas.hang_s", self.hang_s, rule)
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -124,18 +130,18 @@ class RayConfig:
             isinstance(self.address, str)
             and re.fullmatch(r"[\w.\[\]:-]+:\d{1,5}", self.address) is not None
         )
-        _require(ok, "ray.address", self.address, "host:port, or absent")
-        ok = self.cpus is None or _is_count(self.cpus, 1)
-        _require(ok, "ray.cpus", self.cpus, "an integer >= 1, or absent")
+        require(ok, "ray.address", self.address, "host:port, or absent")
+        ok = self.cpus is None or is_int(self.cpus, 1)
+        require(ok, "ray.cpus", self.cpus, "an integer >= 1, or absent")
         ok = self.directory is None or (
             isinstance(self.directory, str) and 0 < len(self.directory) <= 40
         )
         rule = "a directory whose path has at most 40 characters (sockets lie in it), or absent"
-        _require(ok, "ray.directory", self.directory, rule)
-        _require(_is_number(self.start_s, 1), "ray.start_s", self.start_s, "a number >= 1")
+        require(ok, "ray.directory", self.directory, rule)
+        require_number("ray.start_s", self.start_s, 1)
         for name in ("cpus", "directory"):
             ok = self.address is None or getattr(self, name) is None
-            _require(ok, f"ray.{name}", getattr(self, name), "absent with ray.address")
+            require(ok, f"ray.{name}", getattr(self, name), "absent with ray.address")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,14 +159,14 @@ class FleetFile:
 
     def __post_init__(self) -> None:
         ok = isinstance(self.name, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,40}", self.name)
-        _require(bool(ok), "name", self.name, "1 to 40 letters, digits, _ or -")
+        require(bool(ok), "name", self.name, "1 to 40 letters, digits, _ or -")
         ok = self.model is None or (isinstance(self.model, str) and bool(self.model))
-        _require(ok, "model", self.model, "a checkpoint directory, or absent")
+        require(ok, "model", self.model, "a checkpoint directory, or absent")
         server, fleet = self.config.server, self.config.fleet
-        _require(server.port > 0, "server.port", server.port, "a port of its own in a fleet")
+        require(server.port > 0, "server.port", server.port, "a port of its own in a fleet")
         self._settle_gpus()
         if fleet.directory is not None:
-            _require(
+            require(
                 fleet.address()[1] == 0,
                 "fleet.listen",
                 fleet.listen,
@@ -172,15 +178,15 @@ class FleetFile:
         engine, gpus = self.config.engine, self.replicas.gpus
         on_gpu = engine.device == "cuda"
         rule = f'{"1, 2, 4 or 8" if on_gpu else "0"} with engine.device = "{engine.device}"'
-        _require(on_gpu == bool(gpus), "replicas.gpus", gpus, rule)
+        require(on_gpu == bool(gpus), "replicas.gpus", gpus, rule)
         if on_gpu and gpus != engine.tp:
             rule = f"absent or {gpus}, as replicas.gpus"
-            _require(engine.tp == 1, "engine.tp", engine.tp, rule)
+            require(engine.tp == 1, "engine.tp", engine.tp, rule)
             engine = replace(engine, tp=gpus)
         if engine.tp > 1:
             for name in ("kv_spill", "kv_memory"):
                 value, rule = getattr(engine, name), "absent: several ranks keep no conversations"
-                _require(value in (None, 0, "auto"), f"engine.{name}", value, rule)
+                require(value in (None, 0, "auto"), f"engine.{name}", value, rule)
             engine = replace(engine, kv_memory=0)
         object.__setattr__(self, "config", replace(self.config, engine=engine))
 
@@ -213,6 +219,13 @@ class FleetFile:
         return replace(config, engine=engine, fleet=fleet)
 
 
+def _absolute(table: dict[str, Any], names: Iterable[str]) -> None:
+    """Makes paths absolute, from the working directory as `serve` takes them."""
+    for name in names:
+        if table.get(name) and isinstance(table[name], str):
+            table[name] = os.path.abspath(table[name])
+
+
 def load_fleet_file(file: str | Path) -> FleetFile:
     """Reads and checks a fleet's TOML file. Raises ConfigError, which names the setting."""
     tables = read_settings(file)
@@ -223,7 +236,9 @@ def load_fleet_file(file: str | Path) -> FleetFile:
     for name in _TABLES:
         table = tables.setdefault(name, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"{name} in {file} must be a table, got {table!r}")
+            require(False, f"{name} in {file}", table, "a table")
+        _absolute(table, _PATHS.get(name, ()))
+    _absolute(tables, ("model",))
     config = load_config(engine=tables["engine"], server=tables["server"], fleet=tables["fleet"])
     return FleetFile(
         **{name: tables[name] for name in ("name", "model") if name in tables},
