@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +22,14 @@ from deepdraft.models.v41_joins import RankJoins
 from deepdraft.models.v41_prefill_plan import exchange_bytes
 from deepdraft.models.v41_prefill_share import Regions, RowShare, own_tables
 from deepdraft.parallel.group import run_in_turn
+from deepdraft.parallel.launch import Limits, run_ranks
 from deepdraft.parallel.peers import OneProcessMemory
 from deepdraft.parallel.plan import V41_CUTS, cut_for_rows, stem
 from deepdraft.parallel.shards import Shards
 from deepdraft.parallel.whole import GatheredSource
 from tests.kernels import prefill_tiny
 from tests.kernels.interpreter import DEVICE
+from tests.kernels.test_prefill_share import args as shared_args
 from tests.step import tiny
 from tests.step.test_ranks import args
 
@@ -143,3 +147,20 @@ def test_two_ranks_read_a_prompt_and_decode():
         error = (own - wanted).norm() / wanted.norm()
         # Roundings to FP8 flip where sums have another order; a part left out gives about 0.7.
         assert 0 < error < 0.15, error
+
+
+@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.full)])
+def test_processes_exchange_rows_at_any_pace(size, tmp_path):
+    """Nobody overwrites what another rank still reads, with one barrier behind every writing."""
+    file = tmp_path / "memory"
+    file.touch()
+    os.truncate(file, size * exchange_bytes(shared_args(), 40, size))
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    program = str(Path(__file__).parent / "share_main.py")
+    run_ranks(
+        [sys.executable, "-W", "ignore", program, str(tmp_path)],
+        size,
+        env=env,
+        limits=Limits(step_s=300.0),
+    )
+    assert len(list(tmp_path.glob("done-*"))) == size
