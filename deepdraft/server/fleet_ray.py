@@ -1,16 +1,14 @@
 """A fleet on Ray Serve: started, looked at, ended.
 
-Owns: every call of Ray, the Ray that a fleet starts for itself, the file that says where it runs.
-Knows nothing of: engines, HTTP. Ray (extra `fleet`) is imported by the first function that needs
-it.
+Owns: every call of Ray, the Ray that a fleet starts for itself.
+Knows nothing of: engines, HTTP, how that Ray is found again (`fleet_home`). Ray (extra `fleet`) is
+imported by the first function that needs it.
 """
 
 import contextlib
 import importlib
 import importlib.metadata
-import json
 import os
-import secrets
 import shutil
 import signal
 import socket
@@ -25,6 +23,15 @@ from deepdraft import __version__
 from deepdraft.errors import ConfigError, EngineError
 from deepdraft.server.fleet_config import FleetFile
 from deepdraft.server.fleet_front import Front
+from deepdraft.server.fleet_home import (
+    address_of,
+    check_reached,
+    forget,
+    held,
+    new_token,
+    token_file,
+    write_state,
+)
 from deepdraft.server.fleet_metrics import ask_replicas
 from deepdraft.server.fleet_ranks import check_split
 from deepdraft.server.fleet_registry import RayRegistry
@@ -60,6 +67,14 @@ def check_ray() -> None:
         raise ConfigError(f"a fleet needs Ray, which is not installed: {INSTALL}") from None
     if not found.startswith(f"{RAY_SERIES}."):
         raise ConfigError(f"a fleet needs Ray {RAY_SERIES}, {found} is installed: {INSTALL}")
+
+
+def check_before(fleet: FleetFile) -> None:
+    """What can be told without a Ray. Raises ConfigError, CheckpointError."""
+    check_ray()
+    check_split(model_path(fleet), fleet.config.engine)
+    if fleet.config.fleet.directory is not None:
+        _directory(fleet.config.fleet.directory).close()
 
 
 def check_this_machine(fleet: FleetFile) -> None:
@@ -112,17 +127,6 @@ def say_room(free: Sequence[Mapping[str, float]], fleet: FleetFile, say: Say) ->
             f"others use the nodes: there is room for {fit} of {fleet.replicas.count} replicas now "
             f"({fleet.replicas.cpus:g} CPUs, {fleet.replicas.gpus} GPUs each); the rest wait for it"
         )
-
-
-def state_file(name: str) -> Path:
-    """Where `up` leaves the address of the Ray it started."""
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base) / "deepdraft" / f"fleet-{name}.json"
-
-
-def token_file(name: str) -> Path:
-    """What lets a process of this user talk to that Ray; mode 0600."""
-    return state_file(name).with_suffix(".token")
 
 
 def options_of(fleet: FleetFile, *, again: bool = False) -> dict[str, Any]:
@@ -213,13 +217,22 @@ def deploy(deployed: Deployed, *, again: bool = False, in_place: bool = False) -
     """
     made = bound(deployed, again=again, in_place=in_place)
     target = _serve().RunTarget(target=made, name=deployed.fleet.name, route_prefix="/")
-    _serve().run_many([target], wait_for_applications_running=False)
+    try:
+        _serve().run_many([target], wait_for_applications_running=False)
+    except Exception as error:  # Ray has no class for it
+        raise ConfigError(f"Ray Serve does not take the fleet: {last_line(error)}") from error
 
 
 def free_of_nodes() -> list[dict[str, float]]:
     """CPUs and GPUs of each node that nobody has set aside."""
     state: Any = importlib.import_module("ray._private.state")
     return list(state.available_resources_per_node().values())
+
+
+def last_line(error: Exception) -> str:
+    """The end of Ray's words, where the error itself stands."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines or [type(error).__name__])[-1][:300]
 
 
 def states(found: Any) -> str:
@@ -249,23 +262,28 @@ def up(fleet: FleetFile, say: Say) -> None:
     """Starts the fleet, and returns when all replicas are ready on a Ray that runs already. On one
     of its own it stays until SIGINT, SIGTERM, or until `drain` or `down` has ended the fleet.
 
-    Raises ConfigError for what is missing, EngineError where a replica does not become ready.
+    Raises ConfigError for what is missing, EngineError where a replica does not become ready,
+    KeyboardInterrupt where it was stopped before the fleet on a Ray of others was ready; in all
+    three nothing of it goes on.
     """
-    check_ray()
-    check_split(model_path(fleet), fleet.config.engine)
-    if fleet.ray.address is not None:
-        with connected(fleet) as ray:
-            _deploy(ray, fleet, threading.Event(), say)
-        return
-    check_this_machine(fleet)
-    with _own_ray(fleet, say) as ray, _stops() as stop:
+    check_before(fleet)
+    with contextlib.ExitStack() as stack:
+        own = fleet.ray.address is None
+        if own:
+            stack.enter_context(held(fleet.name))
+            check_this_machine(fleet)
+        ray = stack.enter_context(_own_ray(fleet, say) if own else connected(fleet))
+        stop = stack.enter_context(_stops())
         _deploy(ray, fleet, stop, say)
-        while not stop.wait(LOOK_S):
+        while own and not stop.wait(LOOK_S):
             if application(fleet.name) is None:
                 say("the fleet was ended")
                 return
-        say(f"running requests get {fleet.config.server.drain_s:g} s to finish")
-        _end(fleet)
+        if stop.is_set():
+            say(f"running requests get {fleet.config.server.drain_s:g} s to finish")
+            _end(fleet)
+            if not own:
+                raise KeyboardInterrupt  # it is not ready
 
 
 def status(fleet: FleetFile) -> dict[str, Any]:
@@ -273,9 +291,7 @@ def status(fleet: FleetFile) -> dict[str, Any]:
     one's load and cache. Raises ConfigError."""
     check_ray()
     with connected(fleet):
-        found = application(fleet.name)
-        if found is None:
-            raise ConfigError(f"no fleet {fleet.name} runs there: deepdraft fleet up CONFIG")
+        found = _running(fleet)
         deployment = found.deployments.get(DEPLOYMENT)
         states = {} if deployment is None else dict(deployment.replica_states)
         message = found.message or ("" if deployment is None else deployment.message)
@@ -304,28 +320,12 @@ def down(fleet: FleetFile) -> None:
     """Ends the fleet at once, with what it is doing. Raises ConfigError."""
     check_ray()
     with connected(fleet) as ray:
-        serve = _serve()
-        serve.delete(fleet.name, _blocking=False)
+        _running(fleet)
+        _serve().delete(fleet.name, _blocking=False)
         for name in _actors(fleet.name):
             with contextlib.suppress(ValueError):  # it has gone
                 ray.kill(ray.get_actor(name, namespace="serve"))
         _wait_gone(fleet, _LAST_S)
-
-
-def address_of(fleet: FleetFile) -> str:
-    """The Ray on which the fleet runs. Raises ConfigError where there is none."""
-    if fleet.ray.address is not None:
-        return fleet.ray.address
-    file = state_file(fleet.name)
-    try:
-        state = json.loads(file.read_text())
-        os.kill(int(state["pid"]), 0)
-        return str(state["address"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(
-            f"no fleet {fleet.name} was started on this machine by this user: "
-            "deepdraft fleet up CONFIG"
-        ) from None
 
 
 def _serve() -> Any:
@@ -349,6 +349,7 @@ def _settle_environment(token: Path) -> None:
 @contextlib.contextmanager
 def connected(fleet: FleetFile) -> Generator[Any]:
     address = address_of(fleet)
+    check_reached(address)
     if fleet.ray.address is None:
         _settle_environment(token_file(fleet.name))
     ray: Any = importlib.import_module("ray")
@@ -367,28 +368,19 @@ def connected(fleet: FleetFile) -> Generator[Any]:
 @contextlib.contextmanager
 def _own_ray(fleet: FleetFile, say: Say) -> Generator[Any]:
     """A Ray whose processes end with this one, also when this one is killed."""
-    if _runs_already(fleet):
-        raise ConfigError(f"a fleet {fleet.name} runs already: deepdraft fleet down CONFIG")
-    file, token = state_file(fleet.name), token_file(fleet.name)
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    token.unlink(missing_ok=True)
-    token.touch(mode=0o600)
-    token.write_text(secrets.token_hex(32))
-    _settle_environment(token)
+    _settle_environment(new_token(fleet.name))
     ray: Any = importlib.import_module("ray")
     kept = fleet.ray.directory
     directory = kept or tempfile.mkdtemp(prefix="ddfleet-")
     whole = False
     try:
         _start(ray, fleet.ray.cpus, directory)
-        address = ray.get_runtime_context().gcs_address
-        file.write_text(json.dumps({"pid": os.getpid(), "address": address, "url": fleet.url}))
+        write_state(fleet, ray.get_runtime_context().gcs_address)
         yield ray
         whole = True
     finally:
-        file.unlink(missing_ok=True)
         ray.shutdown()
-        token.unlink(missing_ok=True)
+        forget(fleet.name)
         if whole and kept is None:
             shutil.rmtree(directory, ignore_errors=True)
         elif not whole:
@@ -401,6 +393,7 @@ def _start(ray: Any, cpus: int | None, directory: str) -> None:
     for last in (False, True):
         try:
             ray.init(
+                address="local",  # else RAY_ADDRESS, or what it finds in the directory, is joined
                 num_cpus=cpus,
                 include_dashboard=False,
                 object_store_memory=_STORE_BYTES,
@@ -427,9 +420,8 @@ def start_serve(fleet: FleetFile) -> None:
     except Exception as error:  # Ray has no class for it
         if not ran:
             serve.shutdown()  # else it stays, and keeps these options
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ConfigError(
-            f"Ray Serve cannot listen on {server.host}:{server.port} ({lines[-1][:300]}): choose "
+            f"Ray Serve cannot listen on {server.host}:{server.port} ({last_line(error)}): choose "
             "another server.port, or end what listens there"
         ) from error
     there = context._get_global_client().http_config
@@ -455,14 +447,6 @@ def listens(nodes: list[dict[str, Any]], fleet: FleetFile, waited_s: float, say:
     if len(down) == len(proxies):
         raise EngineError(f"{said}: end what listens there, or choose another server.port")
     say(f"{said}; the other nodes take requests")
-    return True
-
-
-def _runs_already(fleet: FleetFile) -> bool:
-    try:
-        address_of(fleet)
-    except ConfigError:
-        return False
     return True
 
 
@@ -508,6 +492,7 @@ def _deploy(ray: Any, fleet: FleetFile, stop: threading.Event, say: Say) -> None
         if state == _FAILED or late:
             cause = "" if found is None else why(found)
             serve.delete(fleet.name, _blocking=False)
+            registry.clear()
             when = f"within ray.start_s = {fleet.ray.start_s:g} s" if late else "at all"
             raise EngineError(f"a replica does not become ready {when}: {cause}")
         stop.wait(LOOK_S)
@@ -531,17 +516,29 @@ def _say_directory(fleet: FleetFile, say: Say) -> None:
     if fleet.config.engine.tp > 1:
         say("engines of several ranks keep no conversations: each turn is computed")
     try:
-        redis: Any = importlib.import_module("redis")
-        with redis.Redis.from_url(url, socket_timeout=2, socket_connect_timeout=2) as client:
+        with _directory(url) as client:
             client.ping()
-    except ImportError as error:
-        raise ConfigError("fleet.directory needs the package redis: pip install redis") from error
     except Exception as error:
         # Without the address, which may hold a password.
         say(
             f"the KV directory (fleet.directory) does not answer ({type(error).__name__}); nothing "
             "is shared until it does"
         )
+
+
+def _directory(url: str) -> Any:
+    """A client of the directory at `url`, which may hold a password and is not repeated. Raises
+    ConfigError."""
+    try:
+        redis: Any = importlib.import_module("redis")
+        return redis.Redis.from_url(url, socket_timeout=2, socket_connect_timeout=2)
+    except ImportError as error:
+        raise ConfigError("fleet.directory needs the package redis: pip install redis") from error
+    except ValueError:
+        raise ConfigError(
+            "fleet.directory must be an address such as redis://host:6379/0 (also rediss://, "
+            "unix://)"
+        ) from None
 
 
 def application(name: str) -> Any:
@@ -552,6 +549,13 @@ def application(name: str) -> Any:
         raise EngineError(f"Ray Serve does not answer any more: {type(error).__name__}") from error
 
 
+def _running(fleet: FleetFile) -> Any:
+    found = application(fleet.name)
+    if found is None:
+        raise ConfigError(f"no fleet {fleet.name} runs there: deepdraft fleet up CONFIG")
+    return found
+
+
 def _actors(name: str) -> list[str]:
     ray: Any = importlib.import_module("ray")
     every = ray.util.list_named_actors(all_namespaces=True)
@@ -560,8 +564,7 @@ def _actors(name: str) -> list[str]:
 
 
 def _end(fleet: FleetFile) -> None:
-    if application(fleet.name) is None:
-        raise ConfigError(f"no fleet {fleet.name} runs there")
+    _running(fleet)
     _serve().delete(fleet.name, _blocking=False)
     _wait_gone(fleet, leaving_s(fleet) + _LAST_S)
 
@@ -572,3 +575,4 @@ def _wait_gone(fleet: FleetFile, most_s: float) -> None:
         if time.monotonic() > limit:
             raise EngineError(f"the fleet {fleet.name} does not end: deepdraft fleet down CONFIG")
         time.sleep(LOOK_S)
+    RayRegistry(fleet.name).clear()

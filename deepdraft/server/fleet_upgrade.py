@@ -14,9 +14,7 @@ from deepdraft import __version__
 from deepdraft.errors import ConfigError, EngineError
 from deepdraft.server import fleet_ray
 from deepdraft.server.fleet_config import FleetFile
-from deepdraft.server.fleet_ranks import check_split
 from deepdraft.server.fleet_registry import RayRegistry
-from deepdraft.server.fleet_replica import model_path
 from deepdraft.server.fleet_version import Deployed, version_of
 
 _CALM_S = 20.0
@@ -45,8 +43,7 @@ def upgrade(new: FleetFile, say: Say, *, in_place: bool = False) -> None:
     Raises ConfigError where nothing can begin, EngineError where new replicas do not become ready;
     then the old ones serve on.
     """
-    fleet_ray.check_ray()
-    check_split(model_path(new), new.config.engine)
+    fleet_ray.check_before(new)
     with fleet_ray.connected(new):
         old = running(new)
         check_change(old.fleet, new)

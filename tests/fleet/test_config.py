@@ -129,19 +129,6 @@ def test_a_missing_or_other_ray_is_named(
             assert message in said and "pip install 'ray[serve]==2.60.*'" in said
 
 
-def test_a_fleet_that_was_not_started_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    file = fleet_ray.state_file("deepdraft")
-    file.parent.mkdir(parents=True)
-    for text in (None, "{", '{"pid": 4194400, "address": "127.0.0.1:1"}'):  # no such process
-        if text is not None:
-            file.write_text(text)
-        with pytest.raises(ConfigError, match="no fleet deepdraft was started"):
-            fleet_ray.address_of(FleetFile())
-
-
 def test_a_taken_port_and_too_few_cpus_are_named(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
