@@ -3,8 +3,8 @@
     python3 bench/tp2_rank_gpu.py --json FILE [--tp 2] [--seconds 55] [--parts check,times,replays]
 
 The rank's mailbox is its peers', too: what it sends comes back as the other ranks' words. So all
-launches, sums and waits of a step of several ranks run; what is missing is the way over NVLink and the
-time that one rank waits for a slower one. Times are no substitute for two GPUs.
+launches, sums and waits of a step of several ranks run; what is missing is the way over NVLink and
+the time that one rank waits for a slower one. Times are no substitute for two GPUs.
 
 check    logits: exchange inside the boundary against kernels of its own, plain and programmatic
 times    whole steps (6 rows first), kernels of their own, no exchange; a timeline

@@ -35,8 +35,7 @@ from deepdraft.arch import V41Args  # noqa: E402
 from deepdraft.checkpoint.config import parse_args  # noqa: E402
 from deepdraft.engine.dummy import DummyWeights, dummy_args  # noqa: E402
 from deepdraft.errors import RankError  # noqa: E402
-from deepdraft.kernels import attention  # noqa: E402
-from deepdraft.kernels.native import attend, boundary  # noqa: E402
+from deepdraft.kernels.native import attend, boundary, trials  # noqa: E402
 from deepdraft.kernels.one_shot import OneShot  # noqa: E402
 from deepdraft.kernels.runtime import use_programmatic_launch  # noqa: E402
 from deepdraft.models.v41_buffers import DeviceCaches, RowInputs  # noqa: E402
@@ -388,6 +387,8 @@ def whole(group: ProcessGroup, options: argparse.Namespace, note) -> None:
     bench.step.joins, exchange.apart = ways[first], False
     use_programmatic_launch(True)
     note("layers and head", timed_layers(bench))
+    if "plans" in options.more:
+        try_plans(bench, group, note, begin + options.seconds - 6)
     for trial, change in TRIALS.items() if "trials" in options.more else ():
         if time.monotonic() - begin > options.seconds - 6:
             break
@@ -399,17 +400,39 @@ def whole(group: ProcessGroup, options: argparse.Namespace, note) -> None:
 # ---- forms to be tried ----------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def early_mix(bench: RankBench):
-    """Mix coefficients are joined before attention: the boundary then follows one launch alone."""
-    usual = attention.sparse_attention
+def try_plans(bench: RankBench, group: ProcessGroup, note, until: float) -> None:
+    """Other plans of a rank's slices, one map after another, each with the best found so far, and
+    all of it with the shared expert's weights fetched by the boundary."""
+    from tp2_rank_gpu import PLANS, with_plan
 
-    def joined(*args, **more):
-        bench.step.lanes.join("mix")
-        return usual(*args, **more)
+    from deepdraft.kernels.native.fragments import StreamPlan
 
-    with mock.patch.object(attention, "sparse_attention", joined):
-        yield
+    def layers() -> float:
+        ms = torch.tensor([timed_layers(bench)], device="cuda")
+        return round(max(float(part) for part in group.gather(ms)), 4)
+
+    weights, best = bench.weights, layers()
+    for fetched in (False, True):
+        with trials.using(*(["fetch"] if fetched else [])):
+            if fetched:
+                note("trial: the best of each, fetched", layers())
+            for name, (part, shape, plans) in PLANS.items():
+                kept = weights
+                for plan in plans:
+                    left = torch.tensor([time.monotonic() - until], device="cuda")
+                    if max(float(t) for t in group.gather(left)) > 0:
+                        return
+                    if fetched and name != "shared13":
+                        continue
+                    bench.step.weights = with_plan(weights, part, name, shape, StreamPlan(*plan))
+                    ms = layers()
+                    note(f"trial: {name} {plan}{', fetched' if fetched else ''}", ms)
+                    if ms < best:
+                        best, kept = ms, bench.step.weights
+                weights = bench.step.weights = kept
+        note("layers and head with the best of each", layers())
+    bench.step.weights = bench.weights
+    note("layers and head again", layers())
 
 
 @contextlib.contextmanager
@@ -423,9 +446,9 @@ def no_lanes(bench: RankBench):
 
 TRIALS = {
     "usual again": contextlib.nullcontext,
-    "mix joined at attention": early_mix,
     "no lanes": no_lanes,
     "attention by blocks of 32 heads": lambda _: mock.patch.object(attend, "HEADS", 32),
+    "boundary fetches the shared expert": lambda _: trials.using("fetch"),
     "boundary by 4 blocks a row": lambda _: mock.patch.object(boundary, "CLUSTER", 4),
 }
 

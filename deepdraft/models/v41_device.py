@@ -423,7 +423,9 @@ class DraftModel:
         rows = torch.tensor(dest + [-1] * missing, dtype=torch.int32, device=self.device)
         turns = self.pool.caches.turns.index_select(0, where)
         cos, sin = turns[:, 0].contiguous(), turns[:, 1].contiguous()
-        self.device_drafter.feed(taps, cos, sin, rows)
+        parts = (part.split(MOST_ROWS) for part in (taps, cos, sin, rows))
+        for part in zip(*parts, strict=True):
+            self.device_drafter.feed(*part)
         for state, fed, first in work:
             if not fed.shape[0]:
                 continue

@@ -33,6 +33,7 @@ from deepdraft.kernels import (
     rows,
 )
 from deepdraft.kernels.gemv import QuantRows
+from deepdraft.kernels.native import trials
 from deepdraft.models.v41_buffers import DeviceCaches, RowInputs
 from deepdraft.models.v41_joins import Joins
 from deepdraft.models.v41_weights import (
@@ -103,12 +104,16 @@ class Flow:
             self.y = self.shared = None
 
     def enter(
-        self, norm: Tensor, eps: float, hidden_out: Tensor | None = None
+        self,
+        norm: Tensor,
+        eps: float,
+        hidden_out: Tensor | None = None,
+        fetch: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, QuantRows]:
         """Write the output back and collapse: the streams, the next input [R, D] and its FP8."""
         self.x, u, quant = self.joins.boundary(
             self.x, norm, y=self.y, shared=self.shared, coef=self.coef, pre=self.pre,
-            hidden_out=hidden_out, norm_eps=eps,
+            hidden_out=hidden_out, norm_eps=eps, fetch=fetch,
         )  # fmt: skip
         self.y = self.shared = None
         assert u is not None and quant is not None
@@ -316,7 +321,8 @@ class DeviceStep:
         self.lanes.join("mix")
         flow.leave(coef, y)
         self._note(f"L{layer}.attn_out", y)
-        _, v, v_quant = flow.enter(w.ffn_norm, eps)
+        next_read = w.experts.shared13.values if trials.on("fetch") else None
+        _, v, v_quant = flow.enter(w.ffn_norm, eps, fetch=next_read)
         self._note(f"L{layer}.ffn_in", v)
         with self.lanes.aside("mix"):
             coef = run_mix(flow.x, w.mix_ffn, args, skip)
@@ -383,6 +389,9 @@ class DeviceStep:
             heads = query[:, : w.sink.shape[0] * args.head_dim]
             o = heads.unflatten(1, (w.sink.shape[0], -1)).contiguous()
             return attention_out(o, w, self.joins, skip)
+        # Here and not where they are needed: the boundary then follows one launch alone and can be
+        # launched before that one has ended.
+        self.lanes.join("mix")
         o = attention.sparse_attention(
             query, *turn, window, places.lists[int(role.decoder)], w.sink,
             scale=args.head_dim**-0.5, main=main, main_rows=chosen,

@@ -108,7 +108,8 @@ def test_bits_of_the_exchange_and_the_boundary(size):
             found = []
             for step in range(2):
                 found += [flat(launch(rank, 10 * step + n, picks)) for n, picks in plan]
-                rank.finish()
+                rank.count += rank._slot  # as `finish`; the interpreter takes one thread at a time
+                rank._slot = 0
             return found
 
         found = side_by_side([lambda rank=rank: work(rank) for rank in ranks])

@@ -14,6 +14,7 @@ from deepdraft.errors import ConfigError
 
 SETTING = "DEEPDRAFT_TRIALS"
 NAMES = {
+    "fetch": "the boundary has the shared expert's weights brought into the L2 cache",
     "lanes": "every lane arrives at the barriers of sums (racecheck; slower)",
 }
 _chosen: frozenset[str] | None = None
