@@ -52,11 +52,13 @@ def held(pool: Any, state: Any, layers: range) -> dict[tuple[str, int], Any]:
 class Branches:
     """One trunk and its branches."""
 
-    def __init__(self, weights: Any, *, tokens: int, chunk: int, plans: Any, seed: int = 0) -> None:
+    def __init__(
+        self, weights: Any, *, tokens: int, chunk: int, least: int, plans: Any, seed: int = 0
+    ) -> None:
         from deepdraft.models.v41_device import DevicePool
         from deepdraft.models.v41_prefill import DevicePrefill
 
-        self.args, self.chunk, self.tokens = weights.args, chunk, tokens
+        self.args, self.chunk, self.least, self.tokens = weights.args, chunk, least, tokens
         self.pool = DevicePool(
             self.args, num_sequences=3, max_tokens=tokens + tokens // 8, slack=64,
             device=weights.device,
@@ -120,9 +122,7 @@ class Branches:
         state.keep_global(keep)
         logits = self.in_parts(state, more, cuts)
         fresh = self.pool.open()
-        # Chunks of few rows take long; the shortest parts are the branches' own.
-        least = min(16, self.chunk // 8)
-        size = 8 * self.random.randint(least, self.chunk // 8)
+        size = 8 * self.random.randint(self.least // 8, self.chunk // 8)
         self.read(fresh, trunk.token_ids[:keep], size)
         self.prefill.replay(fresh, all_rows=False)
         fresh.keep_global(keep)
@@ -158,6 +158,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=100_000)
     parser.add_argument("--branches", type=int, default=20)
     parser.add_argument("--chunk", type=int, default=8192)
+    parser.add_argument(
+        "--least", type=int, default=128,
+        help="rows of a fresh one's chunks (few take long; the shortest parts are the branches')",
+    )  # fmt: skip
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--seed", type=int, default=0, help="of lengths and text")
     parser.add_argument("--dry-run", action="store_true")
@@ -176,7 +180,7 @@ def main() -> None:
         from tests.kernels import prefill_tiny
 
         weights, plans = prefill_tiny.weights(), prefill_tiny.UNPACKED
-        args.tokens, args.branches, args.chunk = 16, 1, 8
+        args.tokens, args.branches, args.chunk, args.least = 16, 1, 8, 8
     else:
         sizes = dummy_args(read_args(None), layers=22, expert_pool=8, engram_rows=1 << 16)
         tokens = [i % sizes.engram_compressed_vocab_size for i in range(sizes.vocab_size)]
@@ -185,6 +189,7 @@ def main() -> None:
         )
         results.data["device"] = torch.cuda.get_device_name()
     results.data["settings"] = {"tokens": args.tokens, "chunk": args.chunk, "seed": args.seed}
+    results.data["settings"]["least"] = args.least
     with torch.inference_mode():
         made = Branches(weights, tokens=args.tokens, chunk=args.chunk, plans=plans, seed=args.seed)
         found = results.stage("trunk", made.trunk)
