@@ -106,7 +106,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--parts", default="golden,equal,whole")
     parser.add_argument("--pool", type=int, default=96)
     parser.add_argument("--replays", type=int, default=400, help="of one case of part stress")
-    parser.add_argument("--more", default="timeline", help="of part whole: timeline, trials")
+    parser.add_argument(
+        "--more", default="timeline", help="of part whole: timeline, trials, plans, brief"
+    )
     return parser.parse_args()
 
 
@@ -367,11 +369,13 @@ def whole(group: ProcessGroup, options: argparse.Namespace, note) -> None:
         "nccl": RankJoins(NcclExchange(group.size), tables),
         "none, programmatic launch": NoExchange(group.size, tables),
     }
+    if "brief" in options.more:
+        ways = {name: ways[name] for name in ("one-shot, programmatic launch",)}
     first = next(iter(ways))
     for name, way in ways.items():
         bench.joins, exchange.apart = way, "own" in name
         use_programmatic_launch("programmatic" in name)
-        for rows, experts in ROWS if name == first else ROWS[:1]:
+        for rows, experts in ROWS if name == first and len(ways) > 1 else ROWS[:1]:
             if time.monotonic() - begin > options.seconds - 15:
                 note(f"{name}, rows {rows} experts {experts}", "no time left")
                 continue
