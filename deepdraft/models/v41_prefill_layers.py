@@ -396,7 +396,7 @@ class PrefillLayers:
         plan = self.plans.index
         if prefill_index.reads_records(query.device, heads, width):
             keys = self.caches.index[role.kv_source]
-        if self._held is None or self._held.keys.shape[0] < chunk.rows:
+        elif self._held is None or self._held.keys.shape[0] < chunk.rows:
             self._held = prefill_index.Candidates.of(
                 chunk.rows, args.index_topk, query.device, plan
             )
