@@ -191,7 +191,10 @@ def main() -> None:
     results.data["settings"] = {"tokens": args.tokens, "chunk": args.chunk, "seed": args.seed}
     results.data["settings"]["least"] = args.least
     with torch.inference_mode():
-        made = Branches(weights, tokens=args.tokens, chunk=args.chunk, plans=plans, seed=args.seed)
+        made = Branches(
+            weights, tokens=args.tokens, chunk=args.chunk, least=args.least, plans=plans,
+            seed=args.seed,
+        )  # fmt: skip
         found = results.stage("trunk", made.trunk)
         if found is not None:
             trunk, results.data["trunk"] = found  # type: ignore[misc]
