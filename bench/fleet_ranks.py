@@ -37,6 +37,14 @@ PATIENCE_S = 170.0
 Json = dict[str, Any]
 
 
+class Figures(dict[str, Any]):
+    """What was found so far, said as it comes: the machine may be taken away."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        print(f"-- {name}: {json.dumps(value)}", flush=True)
+
+
 class Replicas:
     """The process that is the replica now, and those before it."""
 
@@ -112,7 +120,7 @@ async def run(options: argparse.Namespace, place: Path) -> Json:
     registry = FolderRegistry(place / "registry")
     links = Links(router, registry, name="f", accepts=service.accepts, look_s=0.05)
     await links.start()
-    figures: Json = {}
+    figures = Figures()
     try:
         begin = time.monotonic()
         first = replicas.start()
@@ -131,7 +139,7 @@ async def run(options: argparse.Namespace, place: Path) -> Json:
         os.kill(ranks[-1], signal.SIGKILL)
         figures["exit_code"] = await asyncio.to_thread(first.wait, PATIENCE_S)
         figures["killed_to_replica_ended_s"] = round(time.monotonic() - begin, 2)
-        figures["ranks_left"] = sum(map(alive, ranks))
+        left = sum(map(alive, ranks))
         said = [line for line in replicas.log().splitlines() if "was killed by" in line]
         figures["said"] = said[-1] if said else replicas.log()[-500:]
         second = replicas.start()
@@ -142,7 +150,7 @@ async def run(options: argparse.Namespace, place: Path) -> Json:
         assert second.stdin is not None
         second.stdin.close()
         figures["exit_code_when_it_leaves"] = await asyncio.to_thread(second.wait, PATIENCE_S)
-        figures["ranks_left"] += sum(map(alive, ranks))
+        figures["ranks_left"] = left + sum(map(alive, ranks))
         return figures
     finally:
         await links.close()
