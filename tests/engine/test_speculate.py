@@ -158,11 +158,11 @@ def test_a_stop_token_inside_an_accepted_block(rule: Rule, length: int) -> None:
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_sampled_rules_follow_the_plain_law(rule: Rule) -> None:
-    """The first three tokens of 1,600 answers against the exact law, with penalties."""
+    """The first three tokens of 800 answers against the exact law, with penalties."""
     params = SamplingParams(presence_penalty=0.7, temperature=0.8, top_p=0.9)
     runner = DraftingRunner(lambda p: [], vocab_size=5, strength=0.0, error=1.5, block_size=4)
     exact = joint_law(runner, (2, 3), params, 3)
-    num, found = 1600, Counter[tuple[int, ...]]()
+    num, found = 800, Counter[tuple[int, ...]]()
     with serving(runner, max_running=8, speculation=SCHEDULES["all"]) as engine:
         for first in range(0, num, 200):
             streams = [
@@ -186,7 +186,7 @@ def test_sampled_rules_follow_the_plain_law(rule: Rule) -> None:
     chi = sum((found[t] - num * p) ** 2 / (num * p) for t, p in likely.items())
     # Mean k, deviation sqrt(2k): five deviations above.
     assert chi < len(likely) + 5 * math.sqrt(2 * len(likely)), (chi, len(likely))
-    assert stats["spec_verified"] > 1000
+    assert stats["spec_verified"] > 500
     assert 0 < stats["spec_accepted_0"] < stats["spec_steps"]
 
 

@@ -565,20 +565,21 @@ def test_a_server_that_goes_away(open_page: Callable[..., Opened]) -> None:
     assert tab.page.locator("article.answer").first.inner_text().startswith("Once.")
 
 
-def test_ten_thousand_tokens(open_page: Callable[..., Opened]) -> None:
+@pytest.mark.parametrize("tenths", [2, pytest.param(10, marks=pytest.mark.full)])
+def test_ten_thousand_tokens(tenths: int, open_page: Callable[..., Opened]) -> None:
     """All of a long answer is drawn, in prose without a line break as well as in code.
 
     How smoothly is measured by bench/page_figures.py.
     """
     tab = open_page(max_tokens=16384)
-    words = "".join(f"word{i} " for i in range(500))
-    code = "\n".join(f"line {i} = {i * i}" for i in range(360))
+    words = "".join(f"word{i} " for i in range(50 * tenths))
+    code = "\n".join(f"line {i} = {i * i}" for i in range(36 * tenths))
     text = f"{words}\n\n```\n{code}\n```"
-    assert len(text) > 9000, "one byte is one token"
+    assert len(text) > 800 * tenths, "one byte is one token"
     tab.page.fill("#p-max_tokens", "12000")
     tab.page.set_default_timeout(60_000)
     answer = tab.ask(answer=text)
     assert answer.locator("p").first.text_content().strip() == words.strip()
     assert answer.locator("pre").text_content() == code + "\n"
-    assert answer.locator("[data-track=content] .t").count() > 8000
+    assert answer.locator("[data-track=content] .t").count() > 700 * tenths
     assert tab.complaints == []

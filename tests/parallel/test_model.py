@@ -46,7 +46,7 @@ def test_all_ranks_hold_the_same_bits(size, in_turn):
         assert_equal(other, in_turn[size][0])
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full), 8])
+@pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (4, 8))])
 def test_processes_give_the_bits_of_ranks_in_turn(size, published, in_turn, tmp_path):
     """The processes load converted files, the ranks in turn slice the published ones."""
     convert(published, tmp_path / "converted", size)

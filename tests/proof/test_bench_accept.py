@@ -3,6 +3,7 @@
 import json
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,22 @@ from deepdraft.text.tokenizer import Tokenizer
 from deepdraft.types import DecodeStats, PromptProgress, TokenEvent
 
 MODEL = bundled_checkpoint()
+TOKENS = 12
+"""Of each answer of a report."""
 COSTS = StepCosts(
     verify=CostTable(rows=(1, 2, 3, 4), ms=((10.0, 11.0, 12.0, 13.0),)),
     draft=CostTable(rows=(1,), ms=((3.0,),)),
     sampled_row=0.5,
     sampled_draft=0.25,
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def known_costs() -> Iterator[None]:
+    """Seven rounds of measuring, as a report has them, would be most of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench_accept, "measure_costs", lambda runner, repeats: COSTS)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +102,7 @@ def test_replay_counts_tokens_and_ms() -> None:
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    return bench_accept.accept(MODEL, num_prompts=6, tokens=20, quick=True)
+    return bench_accept.accept(MODEL, num_prompts=6, tokens=TOKENS, quick=True)
 
 
 def test_the_report_adds_up(report: dict[str, Any]) -> None:
@@ -151,10 +162,10 @@ def test_the_plot_is_well_formed(report: dict[str, Any]) -> None:
 def test_what_is_accepted_does_not_depend_on_the_streams(report: dict[str, Any]) -> None:
     """The same drafts stand, alone and beside others; single rates are told of single streams."""
     prompts = evenly(load_prompts(None, Tokenizer.load(MODEL)), 6)
-    together = bench_accept.Bench(MODEL, prompts, 20, streams=3)
+    together = bench_accept.Bench(MODEL, prompts, TOKENS, streams=3)
     for rule in ("coupled", "block"):
         setting = bench_accept.Setting(temperature=1.0, rule=rule)
-        rows = bench_accept._rows(setting, together.run(prompts, setting, 20), together)
+        rows = bench_accept._rows(setting, together.run(prompts, setting, TOKENS), together)
         alone = [r for r in report["runs"] if r["temperature"] == 1.0 and r["rule"] == rule]
         alone = [r for r in alone if r["schedule"] == "all"]
         same = ("domain", "answers", "tokens", "steps", "accepted_length", "drafts")

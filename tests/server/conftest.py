@@ -10,8 +10,11 @@ import pytest
 
 from deepdraft.server.app import create_app
 from deepdraft.server.run import Server
+from tests.known_costs import costs_are_measured_once
 
 from .toy import Toy
+
+__all__ = ["costs_are_measured_once"]
 
 
 class Client:

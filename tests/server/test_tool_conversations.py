@@ -225,14 +225,15 @@ class Responses:
 APIS: tuple[Callable[[Script], Any], ...] = (Chat, Messages, Responses)
 
 
-PARTS = [pytest.param(i, marks=[pytest.mark.full] if i > 2 else []) for i in range(8)]
+NUM_PARTS = 20
+PARTS = [pytest.param(i, marks=[pytest.mark.full] if i > 2 else []) for i in range(NUM_PARTS)]
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_every_call_is_parsed_and_valid(client: Client, part: int) -> None:
     # A quarter of them is drafted: that is many times slower here.
     drafted = hasattr(client.toy.runner, "block_size")
-    for seed in range(part * NUM // 8, (part + 1) * NUM // 8):
+    for seed in range(part * NUM // NUM_PARTS, (part + 1) * NUM // NUM_PARTS):
         if (seed % 4 == 3) == drafted:
             talk(client, seed)
 
