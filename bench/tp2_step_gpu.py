@@ -35,14 +35,14 @@ from deepdraft.arch import V41Args  # noqa: E402
 from deepdraft.checkpoint.config import parse_args  # noqa: E402
 from deepdraft.engine.dummy import DummyWeights, dummy_args  # noqa: E402
 from deepdraft.errors import RankError  # noqa: E402
-from deepdraft.kernels.native import attend, boundary, trials  # noqa: E402
+from deepdraft.kernels.native import trials  # noqa: E402
 from deepdraft.kernels.one_shot import OneShot  # noqa: E402
 from deepdraft.kernels.runtime import use_programmatic_launch  # noqa: E402
 from deepdraft.models.v41_buffers import DeviceCaches, RowInputs  # noqa: E402
 from deepdraft.models.v41_draft import DeviceDrafter  # noqa: E402
 from deepdraft.models.v41_joins import Joins, OwnTables, RankJoins  # noqa: E402
 from deepdraft.models.v41_loop import DeviceLoop, DeviceSettings  # noqa: E402
-from deepdraft.models.v41_step import DeviceStep, Lanes  # noqa: E402
+from deepdraft.models.v41_step import DeviceStep  # noqa: E402
 from deepdraft.models.v41_weights import load_weights  # noqa: E402
 from deepdraft.parallel.group import (  # noqa: E402
     NVLINK_MULTICAST_OFF,
@@ -391,14 +391,14 @@ def whole(group: ProcessGroup, options: argparse.Namespace, note) -> None:
     bench.step.joins, exchange.apart = ways[first], False
     use_programmatic_launch(True)
     note("layers and head", timed_layers(bench))
-    if "plans" in options.more:
-        try_plans(bench, group, note, begin + options.seconds - 6)
     for trial, change in TRIALS.items() if "trials" in options.more else ():
         if time.monotonic() - begin > options.seconds - 6:
             break
         with change(bench):
             note(f"trial: {trial}", timed_layers(bench))
         exchange.check()
+    if "plans" in options.more:
+        try_plans(bench, group, note, begin + options.seconds - 6)
 
 
 # ---- forms to be tried ----------------------------------------------------------------------
@@ -439,21 +439,9 @@ def try_plans(bench: RankBench, group: ProcessGroup, note, until: float) -> None
     note("layers and head again", layers())
 
 
-@contextlib.contextmanager
-def no_lanes(bench: RankBench):
-    """Everything one behind the other."""
-    lanes = bench.step.lanes
-    bench.step.lanes = Lanes(bench.device, on=False)
-    yield
-    bench.step.lanes = lanes
-
-
 TRIALS = {
-    "usual again": contextlib.nullcontext,
-    "no lanes": no_lanes,
-    "attention by blocks of 32 heads": lambda _: mock.patch.object(attend, "HEADS", 32),
     "boundary fetches the shared expert": lambda _: trials.using("fetch"),
-    "boundary by 4 blocks a row": lambda _: mock.patch.object(boundary, "CLUSTER", 4),
+    "usual again": contextlib.nullcontext,
 }
 
 
