@@ -428,7 +428,11 @@ def try_plans(bench: RankBench, group: ProcessGroup, note, until: float) -> None
                     if fetched and name != "shared13":
                         continue
                     bench.step.weights = with_plan(weights, part, name, shape, StreamPlan(*plan))
-                    ms = layers()
+                    try:
+                        ms = layers()
+                    except (ValueError, RuntimeError) as error:  # on all ranks alike
+                        note(f"trial: {name} {plan}", f"{error}"[:200])
+                        continue
                     note(f"trial: {name} {plan}{', fetched' if fetched else ''}", ms)
                     if ms < best:
                         best, kept = ms, bench.step.weights
