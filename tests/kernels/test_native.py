@@ -268,6 +268,34 @@ def test_bulk_copies_and_every_lane_arriving_give_the_same_bits():
         assert torch.equal(bits(usual), bits(got)), depth
 
 
+@pytest.mark.parametrize(
+    "shape",
+    grid(
+        [("fp8", 224, 512, 1, 4, 1), ("bf16", 192, 256, 1, 2, 2)],
+        [("fp8", 5120, 8192, 1, 4, 1), ("fp8", 1792, 5120, 1, 4, 1), ("bf16", 8192, 4096, 8, 2, 1)],
+    ),
+)
+@needs_machine
+@on_cpu
+def test_parts_joined_in_a_cluster_give_the_same_bits(shape):
+    kind, rows, cols, blocks, split, down = shape
+    groups = cols // 32
+    across = 8 if groups >= 64 else 2
+    plan = fragments.StreamPlan(groups // across // split, 1, across, down, split, 4, bulk=1)
+    x = rows_of(16, cols * blocks, seed=2)
+    given = gemv.quantize_rows(x) if kind == "fp8" else x
+    weight = dense_weight(rows, cols)
+    for programmatic in (False, True):
+        runtime.use_programmatic_launch(programmatic)
+        usual, joined = (
+            gemv.gemv(given, fragments.stream_fp8(*weight, made), blocks=blocks, dtype=dtype)
+            for made in (plan, dataclasses.replace(plan, joined=1))
+            for dtype in (torch.float32,)
+        )
+        runtime.use_programmatic_launch(False)
+        assert torch.equal(bits(usual), bits(joined))
+
+
 @needs_machine
 @on_cpu
 def test_what_does_not_fit_is_refused():

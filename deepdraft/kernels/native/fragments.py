@@ -36,7 +36,8 @@ class StreamPlan:
     and `down` by units of rows; `split` parts of the columns among blocks;
     `depth` steps in a warp's ring; `fold`
     1 (experts): scales of rows are folded into their values before the sums; `bulk` 1: weights are
-    copied for all warps of a block at once (same bits)."""
+    copied for all warps of a block at once (same bits); `joined` 1: the parts are added within a
+    cluster of blocks instead of in memory (same bits)."""
 
     groups: int
     step: int
@@ -46,6 +47,7 @@ class StreamPlan:
     depth: int
     fold: int = 0
     bulk: int = 0
+    joined: int = 0
 
     @property
     def warps(self) -> int:

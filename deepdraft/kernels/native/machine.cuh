@@ -111,6 +111,26 @@ __device__ __forceinline__ void store_there(float* to, u32 rank, float v) {
     asm volatile("{ .reg .u32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
                  "st.shared::cluster.f32 [there], %2; }" ::"r"(at), "r"(rank), "f"(v) : "memory");
 }
+// 16 bytes into the shared memory of another block, whose barrier counts them when they are there.
+__device__ __forceinline__ void send_there(void* to, u32 rank, const float (&v)[4], void* barrier) {
+    const u32 at = (u32)__cvta_generic_to_shared(to), counts = (u32)__cvta_generic_to_shared(barrier);
+    asm volatile("{ .reg .b32 there, counts;\n"
+                 "mapa.shared::cluster.u32 there, %0, %2;\n mapa.shared::cluster.u32 counts, %1, %2;\n"
+                 "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [counts]; }"
+                 ::"r"(at), "r"(counts), "r"(rank), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+}
+__device__ __forceinline__ void barrier_expect_sent(u32 at, u32 bytes) { barrier_expect(at, bytes); }
+__device__ __forceinline__ void arrive_there(void* barrier, u32 rank) {
+    asm volatile("{ .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n"
+                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }"
+                 ::"r"((u32)__cvta_generic_to_shared(barrier)), "r"(rank) : "memory");
+}
+__device__ __forceinline__ void barrier_wait_cluster(u32 at, u32 phase) {
+    asm volatile(
+        "{ .reg .pred p;\n"
+        "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
+        "@!p bra again; }" ::"r"(at), "r"(phase) : "memory");
+}
 // What the block wrote before can be read by whoever sees the count, and the other way round.
 __device__ __forceinline__ int arrive(int* count) {
     int before;
@@ -151,6 +171,11 @@ __device__ __forceinline__ u32 halves_of_e4m3(u16 two) {
 __device__ __forceinline__ u32 scaled_halves(u32 pair, float by) {
     u32 v;
     asm("{ .reg .b32 f; cvt.rn.f16x2.f32 f, %2, %2; mul.rn.f16x2 %0, %1, f; }" : "=r"(v) : "r"(pair), "f"(by));
+    return v;
+}
+__device__ __forceinline__ u32 pack_halves(float low, float high) {
+    u32 v;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
     return v;
 }
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {

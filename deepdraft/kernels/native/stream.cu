@@ -14,12 +14,14 @@
 // NG, WK and SPLIT.
 //
 // Built once for each set of macros (deepdraft/kernels/native/build.py):
-//   KIND   1 dense FP8 x FP8, 2 dense FP8 x bf16, 3 experts up, 4 experts down
+//   KIND   1 dense FP8 x FP8, 2 dense FP8 x bf16 (multiplied as halves), 3 experts up, 4 experts down
 //   NG     groups of 32 columns of a warp's unit     ST     groups copied and waited for together
 //   WK WM  warps by columns and by rows              SPLIT  parts of the columns among blocks
 //   DEPTH  steps that a ring holds (experts: those of two units at most)
 //   FOLD   experts: scales of rows go into the rows' halves, relative to the largest of a warp's
 //   OUT    dense: 0 bf16, 1 float32, 2 bf16 values quantised to FP8 in groups of 32
+//   JOINED dense, 1: the SPLIT parts of the columns are the blocks of a cluster; the sums of the others
+//          go into the first one's shared memory, which finishes (the same bits)
 //   NORM   dense FP8 x FP8, 1: rows come as bf16 and are normed and quantised by every block for itself
 //   BULK   defined or not: how weights are copied (the same bits)
 //   EVERY_LANE  every lane arrives at the barriers of the sums, as racecheck follows it (the same bits)
@@ -34,6 +36,14 @@
 #endif
 #ifndef NORM
 #define NORM 0
+#endif
+#ifndef JOINED
+#define JOINED 0
+#endif
+#if JOINED && !defined(EMULATED)
+#define CLUSTER __cluster_dims__(SPLIT, 1, 1)
+#else
+#define CLUSTER
 #endif
 
 constexpr bool FP4 = KIND >= 3;
@@ -52,10 +62,16 @@ constexpr int SLOT_CODES = WARPS * STEP_BYTES;
 constexpr int SLOT_BYTES = SLOT_CODES + (FP4 ? WARPS * ST * 32 : 0);
 constexpr int PRODUCER = WARPS + (WK > 1 ? 1 : 0);
 #endif
+#ifndef BULK
+constexpr int LISTER = 0;
+#else
+constexpr int LISTER = PRODUCER;
+#endif
 constexpr int X_WORDS = BF16_ROWS || FOLD ? 4 : 2;          // of a group's row values in one thread
 static_assert(NG % ST == 0, "a step holds whole groups");
 static_assert(!FP4 || DEPTH <= 2 * STEPS, "there is room for the scales of two units ahead");
 static_assert(FP4 || !FOLD, "dense products apply scales to sums");
+static_assert(!JOINED || (!FP4 && SPLIT > 1 && WK > 1), "parts of dense products are joined by the warps that add");
 static_assert(!NORM || (KIND == 1 && SPLIT == 1), "a block that norms rows has all their columns");
 
 struct Params {
@@ -111,13 +127,13 @@ struct Picks {
     int of[2];
     float weight[2];
 };
-__device__ __forceinline__ Picks load_picks(const Params& p, int row_tile, int outer, int t) {
+__device__ __forceinline__ Picks load_picks(const Params& p, const int (*slots)[8], int row_tile, int outer, int t) {
     Picks k = {};
     if (!FP4) return k;
 #pragma unroll
     for (int n = 0; n < 2; n++) {
         const int row = row_tile * 8 + 2 * t + n;
-        const int slot = p.slots[(row_tile * p.places + outer) * 8 + 2 * t + n];
+        const int slot = slots[outer][2 * t + n];
         k.of[n] = slot < 0 ? -1 : row * p.picks + slot;
         k.weight[n] = UP && slot >= 0 ? p.weights[k.of[n]] : 0.f;
     }
@@ -127,7 +143,7 @@ __device__ __forceinline__ Picks load_picks(const Params& p, int row_tile, int o
 // A unit's sums are whole (of one part of the columns where SPLIT > 1).
 __device__ __forceinline__ void finish(const Params& p, float (&sum)[2][4], int row_tile, int unit, int part, const Picks& picks, int lane) {
     int g = lane >> 2, t = lane & 3;
-    if (SPLIT > 1) {
+    if (SPLIT > 1 && !JOINED) {
         int counter = row_tile * p.units + unit;
         float4* own = (float4*)(p.part + ((u64)counter * SPLIT + part) * 256) + lane;
         __stcg(own, make_float4(sum[0][0], sum[0][1], sum[0][2], sum[0][3]));
@@ -180,12 +196,20 @@ __device__ __forceinline__ void finish(const Params& p, float (&sum)[2][4], int 
 
 // ---- the kernel ----------------------------------------------------------------------------
 
+constexpr int PLACES = 64;   // of a list of experts
 struct Shared {
-    int experts[64];
+    int experts[FP4 ? PLACES : 1];
+    alignas(16) int slots[FP4 ? PLACES : 1][8];
     int count;
+    alignas(8) u64 listed;
     alignas(8) u64 full[2];
     alignas(8) u64 empty[2];
     alignas(16) float4 part[WK > 1 ? 2 : 1][WK > 1 ? WARPS : 1][2][32];
+#if JOINED
+    alignas(8) u64 came[2];      // first block of a cluster: sums of the others are there
+    alignas(8) u64 gone[2];      // the others: they have been read
+    alignas(16) float4 others[2][SPLIT - 1][WM][2][32];
+#endif
 #if NORM
     alignas(8) u64 squared;
     float squares[WARPS][8];
@@ -231,14 +255,32 @@ struct Task {
     }
 };
 
+// All of the list in one trip to memory, by one warp.
 __device__ __forceinline__ void read_list(Shared& sh, const Params& p, int row_tile, int lane) {
-    int count = 0;
-    for (int i = lane; i < 64; i += 32) {
-        int expert = i < p.places ? __ldcg(p.experts + row_tile * p.places + i) : -1;
-        sh.experts[i] = expert;
-        count += __popc(__ballot_sync(~0u, expert >= 0));
+    constexpr int PIECES = PLACES * 2 / 32;
+    const uint4* slots = (const uint4*)(p.slots + row_tile * p.places * 8);
+    int expert[PLACES / 32], count = 0;
+    uint4 piece[PIECES];
+#pragma unroll
+    for (int i = 0; i < PLACES / 32; i++) {
+        const int at = i * 32 + lane;
+        expert[i] = at < p.places ? __ldcg(p.experts + row_tile * p.places + at) : -1;
     }
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+        const int at = i * 32 + lane;
+        piece[i] = at < 2 * p.places ? __ldcg(slots + at) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < PLACES / 32; i++) {
+        sh.experts[i * 32 + lane] = expert[i];
+        count += __popc(__ballot_sync(~0u, expert[i] >= 0));
+    }
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) ((uint4*)sh.slots)[i * 32 + lane] = piece[i];
     if (lane == 0) sh.count = count;
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&sh.listed));
 }
 // A warp has stored, or has read.
 __device__ __forceinline__ void arrive_warp(u64& barrier, int lane) {
@@ -246,9 +288,9 @@ __device__ __forceinline__ void arrive_warp(u64& barrier, int lane) {
 }
 
 #ifndef BULK
-extern "C" __global__ void __launch_bounds__(WARPS * 32 + (WK > 1 ? 32 : 0), WARPS <= 8 ? 2 : 1)
+extern "C" __global__ void CLUSTER __launch_bounds__(WARPS * 32 + (WK > 1 ? 32 : 0), WARPS <= 8 ? 2 : 1)
 #else
-extern "C" __global__ void __launch_bounds__(PRODUCER * 32 + 32, WARPS <= 8 ? 2 : 1)
+extern "C" __global__ void CLUSTER __launch_bounds__(PRODUCER * 32 + 32, WARPS <= 8 ? 2 : 1)
 #endif
 stream_kernel(const __grid_constant__ Params p) {
     Shared& sh = *(Shared*)raw;
@@ -256,22 +298,20 @@ stream_kernel(const __grid_constant__ Params p) {
     const int sets = (p.units + WM - 1) / WM;
     const int wk = warp % WK, wm = warp / WK, g = lane >> 2, t = lane & 3;
     if (!FP4) launch_dependents();
-    RawRows raw_rows = {};
-    if (UP && warp < WARPS) {   // beside the list, not behind the weights
-        dependency_wait();
-        fetch_rows(raw_rows, p, row_tile, 0, wk, g, t);
-    }
 #if NORM
     for (int i = threadIdx.x; i < WK * NG * 32; i += WARPS * 32)
         if (warp < WARPS) sh.norm[i] = p.xs[i];
     if (threadIdx.x == 0) barrier_init(shared_address(&sh.squared), WARPS);
 #endif
     if (warp == 0) {
-        // Down: the list is older than the kernel before this one.
-        if (FP4) read_list(sh, p, row_tile, lane);
+        if (FP4 && lane == 0) barrier_init(shared_address(&sh.listed), 1);
         if (lane < 2 && WK > 1) {
             barrier_init(shared_address(&sh.full[lane]), WARPS * (EVERY_LANE ? 32 : 1));
             barrier_init(shared_address(&sh.empty[lane]), EVERY_LANE ? 32 : 1);
+#if JOINED
+            barrier_init(shared_address(&sh.came[lane]), 1);
+            barrier_init(shared_address(&sh.gone[lane]), 1);
+#endif
         }
 #ifdef BULK
         if (lane < DEPTH) {
@@ -282,10 +322,28 @@ stream_kernel(const __grid_constant__ Params p) {
 #endif
     }
     __syncthreads();
-    const int tasks = (FP4 ? sh.count : SPLIT) * sets;
-    const int first_task = (int)((u64)tasks * blockIdx.x / gridDim.x);
-    const int end_task = (int)((u64)tasks * (blockIdx.x + 1) / gridDim.x);
-    Task k = {first_task / sets, first_task % sets};
+#if JOINED
+    const int rank = cluster_rank();
+    cluster_arrive();   // its barriers are made; who reaches into another block waits for that
+#else
+    const int rank = 0;
+#endif
+    // Nobody waits for the list longer than the warp that reads it: the one that copies, if there is one.
+    if (FP4 && warp == LISTER) {
+        if (UP) dependency_wait();   // down: the list is older than the kernel before this one
+        read_list(sh, p, row_tile, lane);
+    }
+    RawRows raw_rows = {};
+    if (UP && warp < WARPS) {
+        dependency_wait();
+        fetch_rows(raw_rows, p, row_tile, 0, wk, g, t);
+    }
+    if (FP4) barrier_wait(shared_address(&sh.listed), 0);
+    const int tasks = (FP4 ? sh.count : JOINED ? 1 : SPLIT) * sets;
+    const int sharer = blockIdx.x / (JOINED ? SPLIT : 1), sharers = gridDim.x / (JOINED ? SPLIT : 1);
+    const int first_task = (int)((u64)tasks * sharer / sharers);
+    const int end_task = (int)((u64)tasks * (sharer + 1) / sharers);
+    Task k = {JOINED ? rank : first_task / sets, first_task % sets};
 
 #ifndef BULK
     if (warp == WARPS) {  // adds the warps' sums
@@ -311,6 +369,9 @@ stream_kernel(const __grid_constant__ Params p) {
         }
         __syncwarp();
         dependency_wait();
+#if JOINED
+        cluster_wait();
+#endif
         return;
     }
 
@@ -318,11 +379,14 @@ stream_kernel(const __grid_constant__ Params p) {
 #endif
         dependency_wait();
         if (FP4) launch_dependents();
+#if JOINED
+        cluster_wait();
+#endif
         Picks picks;
         int held = -1;
         for (int task = first_task; task < end_task; task++, k.next(sets)) {
             const int turn = task - first_task, slot = turn & 1;
-            if (held != k.outer) picks = load_picks(p, row_tile, k.outer, lane & 3), held = k.outer;
+            if (held != k.outer) picks = load_picks(p, sh.slots, row_tile, k.outer, lane & 3), held = k.outer;
             barrier_wait(shared_address(&sh.full[slot]), turn >> 1 & 1);
             constexpr int TOGETHER = WM < 2 ? WM : 2;  // more do not fit into registers
 #pragma unroll 1
@@ -342,9 +406,39 @@ stream_kernel(const __grid_constant__ Params p) {
                         }
                     }
                 if (first + TOGETHER >= WM) {
+                    if (JOINED) reads_done();
                     __syncwarp();
                     arrive_warp(sh.empty[slot], lane);
                 }
+#if JOINED
+                if (rank > 0) {
+                    if (first == 0 && turn >= 2) barrier_wait_cluster(shared_address(&sh.gone[slot]), (turn >> 1) + 1 & 1);
+#pragma unroll
+                    for (int m = 0; m < TOGETHER; m++)
+#pragma unroll
+                        for (int i = 0; i < 2; i++)
+                            send_there(&sh.others[slot][rank - 1][first + m][i][lane], 0, sum[m][i], &sh.came[slot]);
+                    continue;
+                }
+                if (first == 0) {
+                    if (lane == 0) barrier_expect_sent(shared_address(&sh.came[slot]), (SPLIT - 1) * WM * 1024);
+                    barrier_wait_cluster(shared_address(&sh.came[slot]), turn >> 1 & 1);
+                }
+#pragma unroll
+                for (int m = 0; m < TOGETHER; m++)
+#pragma unroll
+                    for (int i = 0; i < 2; i++)
+#pragma unroll
+                        for (int j = 0; j < SPLIT - 1; j++) {
+                            const float4 o = sh.others[slot][j][first + m][i][lane];
+                            sum[m][i][0] += o.x, sum[m][i][1] += o.y, sum[m][i][2] += o.z, sum[m][i][3] += o.w;
+                        }
+                if (first + TOGETHER >= WM) {
+                    reads_done();
+                    __syncwarp();
+                    if (lane < SPLIT - 1) arrive_there(&sh.gone[slot], lane + 1);
+                }
+#endif
 #pragma unroll
                 for (int m = 0; m < TOGETHER; m++) {
                     const int unit = k.set * WM + first + m;
@@ -352,6 +446,11 @@ stream_kernel(const __grid_constant__ Params p) {
                 }
             }
         }
+#if JOINED
+        // A block stays until nobody reaches into it any more.
+        for (int turn = max(end_task - first_task - 2, 0); rank > 0 && turn < end_task - first_task; turn++)
+            barrier_wait_cluster(shared_address(&sh.gone[turn & 1]), turn >> 1 & 1);
+#endif
         return;
     }
 
@@ -390,10 +489,11 @@ stream_kernel(const __grid_constant__ Params p) {
     // Rows are asked for before the rings are filled, or they would wait behind all these bytes; but
     // where the launch is early, they are not there yet.
     const bool some = first_task < end_task;
-    int own_slot = some ? load_slot(p, row_tile, k.outer, g) : 0;
+    // Down: which pick of row g an expert works for, -1: none.
+    auto slot_of = [&](const Task& k) { return DOWN && some ? sh.slots[k.outer][g] : 0; };
     if (!UP && !p.early) {
         dependency_wait();
-        if (some) fetch_rows(raw_rows, p, row_tile, own_slot, first_group(k), g, t);
+        if (some) fetch_rows(raw_rows, p, row_tile, slot_of(k), first_group(k), g, t);
     }
     // Dense: one byte a group; thread i keeps that of group i.
     auto scale_byte = [&](u64 from) -> u32 { return !FP4 && lane < NG ? p.ws[from + lane * WK] : 0; };
@@ -418,7 +518,7 @@ stream_kernel(const __grid_constant__ Params p) {
 #endif
     if (!UP && p.early) {
         dependency_wait();
-        if (some) fetch_rows(raw_rows, p, row_tile, own_slot, first_group(k), g, t);
+        if (some) fetch_rows(raw_rows, p, row_tile, slot_of(k), first_group(k), g, t);
     }
     // Not before the list is there: the down product reads it before it waits.
     if (FP4) launch_dependents();
@@ -476,7 +576,7 @@ stream_kernel(const __grid_constant__ Params p) {
     for (int task = first_task; task < end_task; task++, k.next(sets)) {
         const int turn = task - first_task, slot = turn & 1;
         if (held != rows_of(k)) {
-            fetch_rows(raw_rows, p, row_tile, load_slot(p, row_tile, k.outer, g), first_group(k), g, t);
+            fetch_rows(raw_rows, p, row_tile, slot_of(k), first_group(k), g, t);
             take_rows(rows, raw_rows, t);
             held = rows_of(k);
         }
@@ -535,7 +635,7 @@ stream_kernel(const __grid_constant__ Params p) {
         scales_now = scales_next, scales_next = scales_later, scales_later = freed;
 #endif
         byte_now = byte_next;
-        if (FOLD) {
+        if (FOLD || BF16_ROWS) {
 #pragma unroll
             for (int i = 0; i < 8; i++) acc[i / 4][i % 4] *= rows.s[0][i & 1];
         }
@@ -546,8 +646,11 @@ stream_kernel(const __grid_constant__ Params p) {
             __syncwarp();
             arrive_warp(sh.full[slot], lane);
         } else if (k.set * WM + wm < p.units) {
-            if (held_picks != k.outer) picks = load_picks(p, row_tile, k.outer, t), held_picks = k.outer;
+            if (held_picks != k.outer) picks = load_picks(p, sh.slots, row_tile, k.outer, t), held_picks = k.outer;
             finish(p, acc, row_tile, k.set * WM + wm, k.outer, picks, lane);
         }
     }
+#if JOINED
+    cluster_wait();
+#endif
 }

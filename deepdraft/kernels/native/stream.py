@@ -105,6 +105,8 @@ def macros(kind: int, plan: StreamPlan, output: int, *, norm: bool = False) -> d
     more = {"BULK": 1} if plan.bulk else {}
     if norm:
         more["NORM"] = 1
+    if plan.joined:
+        more["JOINED"] = 1
     if trials.on("lanes"):
         more["EVERY_LANE"] = 1
     return {
@@ -122,12 +124,14 @@ def shared_bytes(kind: int, plan: StreamPlan, *, norm: bool = False) -> int:
         return shared_bytes(kind, plan) + 4 * columns + 32 * plan.warps + 16
     warps, fp4 = plan.warps, kind >= UP
     sums = (2 * warps if plan.across > 1 else 1) * 1024
-    group = 512 if fp4 else 1024
+    if plan.joined:
+        sums += 2 * (plan.split - 1) * plan.down * 1024 + 64
+    group, lists = (512, 64 * 36) if fp4 else (1024, 0)
     if plan.bulk:
         step = warps * plan.step * (group + (32 if fp4 else 0))
-        return 512 + sums + plan.depth * (step + 16)
+        return 640 + lists + sums + plan.depth * (step + 16)
     scales = 3 * plan.groups * 32 if fp4 else 0
-    return 304 + sums + warps * (plan.depth * plan.step * group + scales)
+    return 384 + lists + sums + warps * (plan.depth * plan.step * group + scales)
 
 
 def threads(plan: StreamPlan) -> int:
@@ -173,7 +177,10 @@ def _launch(
         **{k: v.data_ptr() if isinstance(v, Tensor) else v for k, v in fields.items()},
     )  # fmt: skip
     kernel = _kernel(device, kind, w.plan, output, norm=norm)
-    grid = _multiprocessors(device) * w.plan.blocks, row_tiles
+    blocks = _multiprocessors(device) * w.plan.blocks
+    if w.plan.joined:
+        blocks -= blocks % w.plan.split  # whole clusters
+    grid = blocks, row_tiles
     kernel.launch(grid, params, programmatic=programmatic)
 
 
@@ -196,13 +203,14 @@ def gemv(
         )
     device = _checked(x, w.values, *(() if x_scales is None else (x_scales,)))
     row_tiles = rows // ROW_TILE
-    if w.plan.split > 1 and w.arrivals.numel() < row_tiles * (w.rows // 32):
+    apart = w.plan.split > 1 and not w.plan.joined
+    if apart and w.arrivals.numel() < row_tiles * (w.rows // 32):
         raise ValueError(f"{rows} rows are more than this matrix has arrival counters for")
     y = torch.empty(rows, w.rows, dtype=dtype, device=device)
     scales = part = None
     if dtype == torch.uint8:
         scales = torch.empty(w.rows // 32, rows, dtype=torch.float32, device=device)
-    if w.plan.split > 1:
+    if apart:
         size = row_tiles * w.rows // 32 * w.plan.split * 256
         part = torch.empty(size, dtype=torch.float32, device=device)
     _launch(

@@ -61,10 +61,6 @@ struct RawRows {
     float2 s[NG];  // FP8: scales of rows 2 t and 2 t + 1; folded: of row g
 };
 
-// Down: which pick of row g an expert works for, -1: none.
-__device__ __forceinline__ int load_slot(const Params& p, int row_tile, int outer, int g) {
-    return DOWN ? __ldcg(p.slots + (row_tile * p.places + outer) * 8 + g) : 0;
-}
 __device__ __forceinline__ void fetch_rows(RawRows& r, const Params& p, int row_tile, int slot, int first, int g, int t) {
     u64 row = row_tile * 8 + g;
     if (DOWN) row = row * p.picks + max(slot, 0);  // activations of a pick; a row without one counts as zeros
@@ -116,17 +112,42 @@ __device__ __forceinline__ void norm_rows(RawRows& r, const float* weight, float
 }
 #endif
 
-__device__ __forceinline__ void take_rows(Rows& r, const RawRows& given, int t) {
-    u32 codes[NG][2];
-    float own_scale[NG];
+// bf16 values -> halves relative to the largest of the row in this warp, which lies at 2**14: exact
+// down to 2**-28 of it, and what loses bits below that no float32 sum beside it would keep.
+__device__ __forceinline__ void take_halves(Rows& r, const RawRows& given, int t) {
+    float most = 0.f;
 #pragma unroll
     for (int i = 0; i < NG; i++) {
         const u32 words[4] = {given.v[i].x, given.v[i].y, given.v[i].z, given.v[i].w};
-        if (BF16_ROWS) {
 #pragma unroll
-            for (int j = 0; j < 4; j++) r.x[i][j % X_WORDS] = words[j];
-            continue;
-        }
+        for (int j = 0; j < 4; j++)
+            most = fmaxf(most, fmaxf(fabsf(bf16_value(words[j] & 0xFFFF)), fabsf(__uint_as_float(words[j] & 0xFFFF0000u))));
+    }
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+    const u32 bits = max(__float_as_uint(most) & 0x7F800000u, 15u << 23);
+    const float inverse = __uint_as_float((268u << 23) - bits), scale = __uint_as_float(bits - (14u << 23));
+#pragma unroll
+    for (int i = 0; i < NG; i++) {
+        const u32 words[4] = {given.v[i].x, given.v[i].y, given.v[i].z, given.v[i].w};
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            r.x[i][j % X_WORDS] = pack_halves(bf16_value(words[j] & 0xFFFF) * inverse, __uint_as_float(words[j] & 0xFFFF0000u) * inverse);
+    }
+    r.s[0][0] = __shfl_sync(~0u, scale, 8 * t);
+    r.s[0][1] = __shfl_sync(~0u, scale, 8 * t + 4);
+}
+
+__device__ __forceinline__ void take_rows(Rows& r, const RawRows& given, int t) {
+    u32 codes[NG][2];
+    float own_scale[NG];
+    if (BF16_ROWS) {
+        take_halves(r, given, t);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < NG; i++) {
+        const u32 words[4] = {given.v[i].x, given.v[i].y, given.v[i].z, given.v[i].w};
         codes[i][0] = words[0], codes[i][1] = words[1], own_scale[i] = given.s[i].x;
         if (DOWN || NORM) {  // quantised here in groups of 32: the arithmetic of gemv.quantize_groups
             float f[8], most = 0.f;
@@ -174,13 +195,13 @@ __device__ __forceinline__ void multiply_fp4(float (&acc)[2][4], uint4 q, u32 sc
     u32 a[4];
     float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};
     unpack_e2m1(q.x, a);
-    multiply(c, a, b0, b1, BF16_ROWS);
+    multiply(c, a, b0, b1, false);
     unpack_e2m1(q.z, a);
-    multiply(d, a, b0, b1, BF16_ROWS);
+    multiply(d, a, b0, b1, false);
     unpack_e2m1(q.y, a);
-    multiply(c, a, b2, b3, BF16_ROWS);
+    multiply(c, a, b2, b3, false);
     unpack_e2m1(q.w, a);
-    multiply(d, a, b2, b3, BF16_ROWS);
+    multiply(d, a, b2, b3, false);
     add_scaled(acc[0], c, scale_of<0>(scales), scale_of<1>(scales), s0, s1);
     add_scaled(acc[1], d, scale_of<2>(scales), scale_of<3>(scales), s0, s1);
 }
@@ -192,16 +213,11 @@ __device__ __forceinline__ void multiply_fp8(float (&acc)[4], uint4 q, float sca
 #pragma unroll
     for (int k = 0; k < 2; k++) {
         u32 a[4], b0, b1;
-        if (BF16_ROWS) {
-            a[0] = bf16s_of_e4m3(low16(words[k][0])), a[1] = bf16s_of_e4m3(low16(words[k][1]));
-            a[2] = bf16s_of_e4m3(high16(words[k][0])), a[3] = bf16s_of_e4m3(high16(words[k][1]));
-            b0 = x[2 * k % X_WORDS], b1 = x[(2 * k + 1) % X_WORDS];
-        } else {
-            a[0] = halves_of_e4m3(low16(words[k][0])), a[1] = halves_of_e4m3(low16(words[k][1]));
-            a[2] = halves_of_e4m3(high16(words[k][0])), a[3] = halves_of_e4m3(high16(words[k][1]));
-            b0 = halves_of_e4m3(low16(x[k])), b1 = halves_of_e4m3(high16(x[k]));
-        }
-        multiply(c, a, b0, b1, BF16_ROWS);
+        a[0] = halves_of_e4m3(low16(words[k][0])), a[1] = halves_of_e4m3(low16(words[k][1]));
+        a[2] = halves_of_e4m3(high16(words[k][0])), a[3] = halves_of_e4m3(high16(words[k][1]));
+        if (BF16_ROWS) b0 = x[2 * k % X_WORDS], b1 = x[(2 * k + 1) % X_WORDS];
+        else b0 = halves_of_e4m3(low16(x[k])), b1 = halves_of_e4m3(high16(x[k]));
+        multiply(c, a, b0, b1, false);
     }
     float f0 = scale * s0, f1 = scale * s1;
     acc[0] += c[0] * f0;

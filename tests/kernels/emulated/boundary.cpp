@@ -2,14 +2,7 @@
 #include "cuda.h"
 
 #define CLUSTER
-static int arrived_turn[MOST];
-inline void cluster_arrive() {
-    arrived_turn[current] = cluster.turn;
-    if (++cluster.arrived == CL * threads) cluster.arrived = 0, cluster.turn++;
-}
-inline void cluster_wait() { while (cluster.turn == arrived_turn[current]) give_way(); }
 inline void store_there(float* to, u32 rank, float v) { *(float*)(shared[rank] + shared_address(to)) = v; }
-inline u32 cluster_rank() { return current / threads; }
 inline float divide(float a, float b) { return a / b; }
 // Of ranks that run at once: words come one by one, in any order.
 inline void put_words(u64* to, u64 first, u64 second) {

@@ -153,13 +153,14 @@ template <class T> T load_shared(u32 at) {
 inline uint4 load_shared16(u32 at) { return load_shared<uint4>(at); }
 inline u32 load_shared4(u32 at) { return load_shared<u32>(at); }
 template <class T> T load_here(const T* from) { return *from; }
-struct Barrier { u16 pending, count; u32 phase; };
+struct Barrier {
+    u16 pending, count, phase;
+    short awaited;   // pieces of 16 bytes on their way from other blocks
+    void settle() { if (pending == 0 && awaited == 0) pending = count, phase++; }
+};
 inline Barrier& barrier(u32 at) { return *(Barrier*)(raw + at); }
-inline void barrier_init(u32 at, u32 count) { barrier(at) = {(u16)count, (u16)count, 0}; }
-inline void barrier_arrive(u32 at) {
-    Barrier& b = barrier(at);
-    if (--b.pending == 0) b.pending = b.count, b.phase++;
-}
+inline void barrier_init(u32 at, u32 count) { barrier(at) = {(u16)count, (u16)count, 0, 0}; }
+inline void barrier_arrive(u32 at) { barrier(at).pending--, barrier(at).settle(); }
 inline void barrier_arrive_if(u32 at, bool mine) { if (mine) barrier_arrive(at); }
 inline void barrier_wait(u32 at, u32 phase) { while ((barrier(at).phase & 1) == phase) give_way(); }
 inline bool barrier_passed(u32 at, u32 phase) { return (barrier(at).phase & 1) != phase; }
@@ -173,6 +174,21 @@ inline void copy_bulk(u32 to, const u8* from, u32 bytes, u32) {
 inline void fetch_l2(const u8*, u32) {}
 inline void barriers_made() {}
 inline void reads_done() { fibers[current].reads.clear(); }
+static int arrived_turn[MOST];
+inline void cluster_arrive() {
+    arrived_turn[current] = cluster.turn;
+    if (++cluster.arrived == CL * threads) cluster.arrived = 0, cluster.turn++;
+}
+inline void cluster_wait() { while (cluster.turn == arrived_turn[current]) give_way(); }
+inline u32 cluster_rank() { return current / threads; }
+inline Barrier& barrier_there(void* own, u32 rank) { return *(Barrier*)(shared[rank] + shared_address(own)); }
+inline void send_there(void* to, u32 rank, const float (&v)[4], void* own) {
+    memcpy(shared[rank] + shared_address(to), v, 16);
+    barrier_there(own, rank).awaited--, barrier_there(own, rank).settle();
+}
+inline void barrier_expect_sent(u32 at, u32 bytes) { barrier(at).awaited += bytes / 16, barrier_arrive(at); }
+inline void arrive_there(void* own, u32 rank) { barrier_there(own, rank).pending--, barrier_there(own, rank).settle(); }
+inline void barrier_wait_cluster(u32 at, u32 phase) { barrier_wait(at, phase); }
 inline void dependency_wait() {}
 inline void launch_dependents() {}
 
@@ -221,6 +237,7 @@ inline u16 bf16_bits(float v) {
 }
 inline u32 pack_bf16(float low, float high) { return bf16_bits(low) | (u32)bf16_bits(high) << 16; }
 inline u32 bf16s_of_e4m3(u16 two) { return pack_bf16(e4m3_value(two & 255), e4m3_value(two >> 8)); }
+inline u32 pack_halves(float low, float high) { return half_bits(low) | (u32)half_bits(high) << 16; }
 inline u8 e4m3_bits(float v) {
     if (std::isnan(v)) return 127;
     float size = fminf(fabsf(v), 448.f);

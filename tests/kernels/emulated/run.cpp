@@ -1,5 +1,8 @@
 // Runs every block of a launch, or every cluster of CL blocks, one after another. Returns 0; 1: threads
 // wait for each other for ever; 2: a copy overwrote what somebody may still have been reading.
+#ifdef JOINED
+#define CL SPLIT
+#endif
 #include "cuda.h"
 #include SOURCE
 
