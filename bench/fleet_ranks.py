@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from deepdraft.proof.bench import provenance
 from deepdraft.server.fleet_config import load_fleet_file
+from deepdraft.server.fleet_flights import Seat
 from deepdraft.server.fleet_front import FrontService, tokenizer_of
 from deepdraft.server.fleet_link import Links
 from deepdraft.server.fleet_router import Router
@@ -52,26 +53,24 @@ class Replicas:
         self.place, self.file = place, place / "fleet.toml"
         self.file.write_text(settings)
         (place / "registry").mkdir()
-        self.started = 0
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self) -> subprocess.Popen[bytes]:
+    def start(self) -> None:
         """The next one."""
-        self.started += 1
-        label = f"r{self.started}"
+        label = f"r{len(self.processes) + 1}"
         words = [str(ROOT / "tests/fleet/replica_main.py"), str(self.file), label]
         with (self.place / f"{label}.log").open("wb") as log:
-            self.process = subprocess.Popen(
+            self.processes[label] = subprocess.Popen(
                 [sys.executable, "-W", "ignore", *words, str(self.place / "registry")],
                 env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
                 stdin=subprocess.PIPE,
                 stderr=log,
                 stdout=log,
             )
-        return self.process
 
-    def log(self) -> str:
-        """Of the last one."""
-        return (self.place / f"r{self.started}.log").read_text()
+    def log(self, label: str) -> str:
+        """What one said."""
+        return (self.place / f"{label}.log").read_text()
 
 
 def settings_of(options: argparse.Namespace) -> str:
@@ -84,10 +83,11 @@ def settings_of(options: argparse.Namespace) -> str:
 
 
 async def until(holds: Any, replicas: Replicas) -> None:
-    """Waits for a condition while the replica lives."""
+    """Waits for a condition while the replicas live."""
     async with asyncio.timeout(PATIENCE_S):
         while not holds():
-            assert replicas.process.poll() is None, replicas.log()[-3000:]
+            for label, process in replicas.processes.items():
+                assert process.poll() is None, replicas.log(label)[-3000:]
             await asyncio.sleep(0.01)
 
 
@@ -111,6 +111,17 @@ async def answer(service: FrontService, number: int, tokens: int) -> list[int]:
     return found
 
 
+async def seat_of(router: Router, tokens: int, replicas: Replicas) -> Seat:
+    """Where a request is that has more tokens."""
+
+    def found() -> list[Seat]:
+        seats = router.ready()
+        return [s for s in seats if any(len(f.tokens) > tokens for f in s.flights.values())]
+
+    await until(found, replicas)
+    return found()[0]
+
+
 async def run(options: argparse.Namespace, place: Path) -> Json:
     """What is to be recorded."""
     replicas = Replicas(place, settings_of(options))
@@ -123,29 +134,31 @@ async def run(options: argparse.Namespace, place: Path) -> Json:
     figures = Figures()
     try:
         begin = time.monotonic()
-        first = replicas.start()
-        await until(lambda: router.ready(), replicas)
+        for _ in range(1 + options.ahead):
+            replicas.start()
+        await until(lambda: len(router.ready()) == 1 + options.ahead, replicas)
         figures["ready_s"] = round(time.monotonic() - begin, 1)
         true = await answer(service, 1, options.tokens)
         figures["answers_alike"] = true == await answer(service, 2, options.tokens)
-        ranks = ranks_of(first.pid)
-        figures["other_ranks"] = len(ranks)
         growing = asyncio.create_task(answer(service, 3, options.tokens))
-        [seat] = router.ready()
-        least = options.tokens // 4
-        await until(lambda: any(len(f.tokens) > least for f in seat.flights.values()), replicas)
+        seat = await seat_of(router, options.tokens // 4, replicas)
         figures["tokens_before"] = max(len(f.tokens) for f in seat.flights.values())
+        first = replicas.processes[seat.label]
+        ranks = ranks_of(first.pid)
         begin = time.monotonic()
         os.kill(ranks[-1], signal.SIGKILL)
         figures["exit_code"] = await asyncio.to_thread(first.wait, PATIENCE_S)
         figures["killed_to_replica_ended_s"] = round(time.monotonic() - begin, 2)
+        figures["other_ranks"] = len(ranks)
         left = sum(map(alive, ranks))
-        said = [line for line in replicas.log().splitlines() if "was killed by" in line]
-        figures["said"] = said[-1] if said else replicas.log()[-500:]
-        second = replicas.start()
+        said = [line for line in replicas.log(seat.label).splitlines() if "was killed by" in line]
+        figures["said"] = said[-1] if said else replicas.log(seat.label)[-500:]
+        if not options.ahead:
+            replicas.start()
         figures["went_on_to_the_same_end"] = await growing == true
         figures["killed_to_answer_s"] = round(time.monotonic() - begin, 1)
         figures["routed"] = router.counters.snapshot()
+        [second] = [p for label, p in replicas.processes.items() if label != seat.label]
         ranks = ranks_of(second.pid)
         assert second.stdin is not None
         second.stdin.close()
@@ -154,8 +167,9 @@ async def run(options: argparse.Namespace, place: Path) -> Json:
         return figures
     finally:
         await links.close()
-        replicas.process.kill()
-        replicas.process.communicate()
+        for process in replicas.processes.values():
+            process.kill()
+            process.communicate()
 
 
 def main() -> None:
@@ -164,13 +178,17 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--ahead", action="store_true", help="both replicas from the start")
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         figures = asyncio.run(run(options, Path(place)))
     what = f"a replica of {options.gpus or options.tp} ranks loses one: bench/fleet_ranks.py"
-    text = json.dumps({"what": what, **provenance(), "gpus": options.gpus, **figures}, indent=1)
+    text = json.dumps(
+        {"what": what, **provenance(), "gpus": options.gpus, "ahead": options.ahead, **figures},
+        indent=1,
+    )
     if options.out:
         options.out.write_text(text + "\n")
     print(text)
