@@ -154,7 +154,7 @@ class Links:
         nonce = secrets.token_bytes(wire.NONCE_BYTES)
         mine = wire.proof(self._secret, "front", nonce, greeting.nonce)
         writer.write(wire.frame(wire.Prove(self._name, nonce, mine)))
-        said = await wire.read_to_front(reader)
+        said = await wire.read_to_front(reader, wire.MOST_BYTES_WELCOME)
         if not isinstance(said, wire.Welcome):
             raise wire.WireError("it does not prove itself")
         expected = wire.proof(self._secret, "engine", greeting.nonce, nonce)

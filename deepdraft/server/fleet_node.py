@@ -34,7 +34,8 @@ GREETING_S = 10.0
 FRONT_SILENT_S = 20.0
 """A front of which nothing was heard for so long is gone, its machine perhaps with it."""
 _MOST_STRANGERS = 64
-"""Connections that have not proved themselves."""
+"""Connections that have not proved themselves. Of more the oldest goes: a front's proof comes at
+once, so strangers who wait keep no front out."""
 _MOST_UNREAD = 256 << 20
 """A front that leaves so many bytes unread is cut off."""
 _PROGRESS = ("decode_steps", "prompt_tokens", "generated_tokens")
@@ -127,7 +128,7 @@ class Node:
         self._beat_s, self._hang_s, self._front_silent_s = beat_s, hang_s, front_silent_s
         self._watch, self._pace = Watch(hang_s), Pace()
         self._lines: set[_Line] = set()
-        self._strangers = 0
+        self._strangers: dict[_Line, None] = {}
         self._server: asyncio.Server | None = None
         self._beats: asyncio.Task[None] | None = None
         self._reading: asyncio.Future[dict[str, int]] | None = None
@@ -137,7 +138,10 @@ class Node:
 
     async def start(self, host: str) -> int:
         """Listens; returns the port."""
-        self._server = await asyncio.start_server(self._serve, host, 0, ssl=self._tls)
+        limit_s = None if self._tls is None else GREETING_S
+        self._server = await asyncio.start_server(
+            self._serve, host, 0, ssl=self._tls, ssl_handshake_timeout=limit_s
+        )
         self._beats = asyncio.create_task(self._beat())
         return int(self._server.sockets[0].getsockname()[1])
 
@@ -269,14 +273,16 @@ class Node:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         line = _Line(self, reader, writer)
         try:
-            if self._strangers >= _MOST_STRANGERS:
-                return
-            self._strangers += 1
+            if len(self._strangers) >= _MOST_STRANGERS:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                oldest.writer.transport.abort()
+            self._strangers[line] = None
             try:
                 async with asyncio.timeout(GREETING_S):
                     line.front = await self._greet(reader, writer)
             finally:
-                self._strangers -= 1
+                self._strangers.pop(line, None)
             logger.info("front %s is connected", line.front)
             self._lines.add(line)
             line.write(wire.frame(self._sign(True)))

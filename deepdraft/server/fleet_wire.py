@@ -13,10 +13,10 @@ import hashlib
 import hmac
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from deepdraft.engine.grammar import GrammarSource
 from deepdraft.errors import DeepdraftError, EngineError
@@ -42,6 +42,10 @@ MOST_BYTES = 256 << 20
 """Of a frame between those that have proved themselves: 16 answers to a million tokens fit."""
 MOST_BYTES_BEFORE = 4096
 """Of a frame before that."""
+MOST_BYTES_WELCOME = 1 << 20
+"""Of the one that brings the proof."""
+Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+Proof = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,21 +177,21 @@ class Greet(_Message, frozen=True):
     """The engine's first words."""
 
     protocol: int
-    nonce: bytes
+    nonce: Nonce
 
 
 class Prove(_Message, frozen=True):
     """The front's answer."""
 
     front: str
-    nonce: bytes
-    proof: bytes
+    nonce: Nonce
+    proof: Proof
 
 
 class Welcome(_Message, frozen=True):
     """The engine's answer to that."""
 
-    proof: bytes
+    proof: Proof
     identity: Identity
 
 
@@ -281,7 +285,7 @@ async def _payload(reader: asyncio.StreamReader, most: int) -> bytes:
 def _decoded(decoder: Any, payload: bytes) -> Any:
     try:
         return decoder.decode(payload)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise WireError(f"a frame that is no message: {error}") from error
 
 

@@ -512,7 +512,7 @@ def test_strangers_and_strange_engines_are_not_used(
             reader, writer = await asyncio.open_connection("127.0.0.1", other.entry.port)
             greeting = await wire.read_to_front(reader)
             assert isinstance(greeting, wire.Greet)
-            writer.write(wire.frame(wire.Prove("me", b"n", b"p")))
+            writer.write(wire.frame(wire.Prove("me", b"n" * 32, b"p" * 32)))
             assert await reader.read() == b""
             writer.close()
             reader, writer = await asyncio.open_connection("127.0.0.1", other.entry.port)
