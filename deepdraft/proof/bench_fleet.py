@@ -7,6 +7,7 @@ record. Knows nothing of: HTTP, processes, events of a simulation.
 import contextlib
 import json
 import random
+import statistics
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from deepdraft.errors import ConfigError
-from deepdraft.proof.fleet_calibrate import Calibration
+from deepdraft.proof.fleet_calibrate import Calibration, Machine
 from deepdraft.proof.fleet_costs import Costs, read_costs
 from deepdraft.proof.fleet_figures import COMPUTED, TurnDone, compare, figures
 from deepdraft.proof.fleet_served import Kind, Started, replicas, servers
@@ -320,14 +321,28 @@ def measure(
         with started(case, model, url) as fleet:
             say(f"{case.name}: {result['settings']['turns']} turns")
             row: dict[str, Any] = {"name": case.name, "case": asdict(case)}
+            states = []
+            if costs is not None:
+                states.append(Calibration(fleet, targets_of(fleet), plan, runs).machine(case.count))
             row["measured"] = run(fleet, case, plan, f"{tag}-{len(result['cases'])}")
+            if costs is not None:
+                states.append(Calibration(fleet, targets_of(fleet), plan, runs).machine(case.count))
         if costs is not None:
-            row["predicted"] = predict(case, plan, costs, per_machine=case.count)
+            row["machine"] = [asdict(state) for state in states]
+            row["predicted"] = predict(case, plan, then(costs, states), per_machine=case.count)
             row["compared"] = compare(row["measured"], row["predicted"])
         result["cases"].append(row)
         result["checks"] = checks(result["cases"])
         keep(result)
     return result
+
+
+def then(costs: Costs, states: Sequence[Machine]) -> Costs:
+    """The costs on a machine as it was in these moments, on average."""
+    if costs.alone_s:
+        costs = costs.slower(statistics.fmean(s.alone_s for s in states) / costs.alone_s)
+    shared = [s.capacity[1] for s in states if len(s.capacity) > 1]
+    return replace(costs, capacity=(1.0, statistics.fmean(shared))) if shared else costs
 
 
 def calibrated(kind: Kind, model: str | None, plan: TracePlan, runs: int, say: Say) -> Costs:

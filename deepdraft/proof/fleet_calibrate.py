@@ -27,6 +27,8 @@ from deepdraft.proof.suite import document
 
 _PARTS = (1, 150, 270, 440)
 """Characters of prompts of one part."""
+_MORE = 4
+"""Times as many runs of what is over soon."""
 _CHUNKS, _SPARE = (1, 3, 6), 8
 """Whole parts of longer prompts; they have so many tokens less, to have no part of few rows."""
 _SIZES = ((150, 1), (4800, 1), (150, 6))
@@ -34,8 +36,8 @@ _SIZES = ((150, 1), (4800, 1), (150, 6))
 _QUESTION = "\nWhat does the text say about the old map?"
 _NEXT = "And who else spoke of the road?"
 _STREAMS = (1, 2, 4, 8)
-_MIXED, _MIXED_TURNS, _TRIES = 8, 4, 4
-"""Conversations of the short trace and their turns; times its costs are set right."""
+_MIXED, _MIXED_TURNS, _TRIES = 12, 12, 4
+"""Conversations of the short trace and their most turns; times its costs are set right."""
 _IDLE_S = 3.0
 _SETTLE_S, _SETTLED_S = 20.0, 0.1
 """A front hears its engines' counters every two seconds."""
@@ -72,6 +74,15 @@ class _Scene:
         """What a first token took beside its engine's time, on average."""
         waited = sum(a.first_s or a.end_s for a in self.answers)
         return max(0.0, (waited - self.counted[_FIRST]) / len(self.answers))
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """How fast a machine is at some time."""
+
+    alone_s: float
+    """As in `Costs`."""
+    capacity: tuple[float, ...]
 
 
 @dataclass(slots=True)
@@ -127,16 +138,26 @@ class Calibration:
         say("costs: later turns")
         costs = self._turns(costs)
         say("costs: a short trace")
-        return self._mixed(costs)
+        return replace(self._mixed(costs), alone_s=self._first_turns(1))
 
     def pair(self, costs: Costs, say: Say) -> Costs:
         """With what two servers show: fetches, bytes, shared cores."""
         for at in range(2):
             self._one(at, (self._text(600),), self._tokens)
         say("costs: cores")
-        costs = replace(costs, capacity=(1.0, self._both()))
+        costs = replace(costs, capacity=self.machine(2).capacity)
         say("costs: fetches")
         return self._fetches(costs)
+
+    def machine(self, servers: int) -> "Machine":
+        """How fast the machine is now, of which only a part may be here (a virtual one has more or
+        less of its host from minute to minute). `servers`: engines that requests may go to."""
+        alone_s = self._first_turns(1)
+        capacity = [1.0]
+        if servers > 1:
+            share = 2 * alone_s / self._first_turns(2)
+            capacity.append(min(2.0, max(1.0, share)))
+        return Machine(alone_s, tuple(capacity))
 
     # ---- scenes -----------------------------------------------------------------------------
 
@@ -220,19 +241,24 @@ class Calibration:
 
     def _prompts(self) -> Costs:
         """Prompts of several lengths, one token of answer each, one at a time."""
-        scenes = [self._prompt(chars) for chars in _PARTS]
+        scenes = [self._prompt(chars, _MORE * self._runs) for chars in _PARTS]
         costs = Costs(prefill_s=((1.0, 1e-6),), decode_s=((1.0, 1e-6),))
         per_char, around = self._per_char(scenes)
         head = len(self._text(1)) - 1
         for chunks in _CHUNKS:
             tokens = chunks * costs.chunk - _SPARE
-            scenes.append(self._prompt(round((tokens - around) / per_char) - head))
+            chars = round((tokens - around) / per_char) - head
+            scenes.append(self._prompt(chars, self._runs if chunks > 1 else _MORE * self._runs))
         per_char, around = self._per_char(scenes)
         points = [
-            (statistics.fmean(a.prompt_tokens for a in s.answers), s.counted[_READ] / self._runs)
+            (
+                statistics.fmean(a.prompt_tokens for a in s.answers),
+                s.counted[_READ] / len(s.answers),
+            )
             for s in scenes
         ]
-        waits = [(s.counted[_FIRST] - s.counted[_READ]) / self._runs for s in scenes]
+        count = sum(len(s.answers) for s in scenes)
+        waits = [(s.counted[_FIRST] - s.counted[_READ]) / len(s.answers) for s in scenes]
         return replace(
             costs,
             name=self._targets[0].model,
@@ -240,15 +266,15 @@ class Calibration:
             prefill_s=rising(points[len(_PARTS) :]),
             request_s=max(0.0, statistics.median(waits)),
             path_s=statistics.median(s.way_s for s in scenes),
-            side_request_s=sum(map(self._side_s, scenes)) / (self._runs * len(scenes)),
+            side_request_s=sum(map(self._side_s, scenes)) / count,
             side_idle=self._idle,
             chars_per_token=1 / per_char,
             turn_tokens=max(0.0, around),
         )
 
-    def _prompt(self, chars: int) -> _Scene:
+    def _prompt(self, chars: int, count: int) -> _Scene:
         with self._scene() as scene:
-            for _ in range(self._runs):
+            for _ in range(count):
                 scene.texts.append(self._text(max(1, chars)))
                 scene.answers.append(self._one(0, (scene.texts[-1],), 1))
         return scene
@@ -301,8 +327,7 @@ class Calibration:
         short = replace(
             plan,
             conversations=_MIXED,
-            mean_turns=min(plan.mean_turns, _MIXED_TURNS),
-            most_turns=min(plan.most_turns, 2 * _MIXED_TURNS),
+            most_turns=min(plan.most_turns, _MIXED_TURNS),
             seed=plan.seed + 1,
         )
         with self._scene() as scene:
@@ -313,9 +338,6 @@ class Calibration:
             self._due += len(done)
             self._check(scene.answers)
         trace = in_tokens(short, costs)
-        self._say(f"costs alone: {costs.prefill_s} {costs.decode_s}") if hasattr(
-            self, "_say"
-        ) else None
         for _ in range(_TRIES):
             own = simulate(trace, costs, FleetShape())
             costs = replace(
@@ -329,21 +351,17 @@ class Calibration:
 
     # ---- two servers ------------------------------------------------------------------------
 
-    def _both(self) -> float:
-        """What two servers do at once, as a multiple of one."""
-
-        def first_turns(*servers: int) -> float:
-            """Seconds of engines."""
-            with self._scene() as scene:
-                asks = [(at, Ask((self._text(2400),), self._tokens)) for at in servers]
+    def _first_turns(self, at_a_time: int) -> float:
+        """Seconds of an engine for a first turn, of which so many begin together, each on a server
+        of its own."""
+        with self._scene() as scene:
+            for _ in range(_MORE * self._runs // 2):
+                asks = [
+                    (at % len(self._targets), Ask((self._text(2400),), self._tokens))
+                    for at in range(at_a_time)
+                ]
                 scene.answers += self._together(asks)
-            return scene.engine_s
-
-        shares = []
-        for _ in range(self._runs + 1):
-            alone = first_turns(0) + first_turns(1)
-            shares.append(2 * alone / first_turns(0, 1))
-        return min(2.0, max(1.0, statistics.median(shares)))
+        return scene.engine_s / len(scene.answers)
 
     def _fetches(self, costs: Costs) -> Costs:
         """Next turns on the server that has the conversation, and on the other one."""

@@ -9,7 +9,7 @@ import bisect
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,8 @@ class Costs:
     """The same while nothing is asked, as a share of a core."""
     capacity: tuple[float, ...] = (1.0, 2.0)
     """What a machine does with 1, 2, ... busy processes, in what one does; the last for more."""
+    alone_s: float = 0.0
+    """Of an engine for a first turn, alone, when this was measured; 0: not known."""
     chars_per_token: float = 4.0
     turn_tokens: float = 0.0
     """Of the chat format, around a user's text."""
@@ -121,6 +123,14 @@ class Costs:
     def fetch_s(self, size: float) -> float:
         """Seconds until so many bytes of a peer's are here and verified."""
         return self.fetch_overhead_s + size / self.fetch_bytes_per_s
+
+    def slower(self, factor: float) -> "Costs":
+        """On a machine that takes so many times as long for everything that is computed."""
+        names = ("request_s", "path_s", "resume_s", "side_request_s", "side_token_s", "alone_s")
+        changed: dict[str, Any] = {name: factor * getattr(self, name) for name in names}
+        for name in ("prefill_s", "decode_s", "part_s"):
+            changed[name] = tuple((x, factor * y) for x, y in getattr(self, name))
+        return replace(self, **changed)
 
     def as_dict(self) -> dict[str, Any]:
         """As in a file."""
