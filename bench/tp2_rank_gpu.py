@@ -63,10 +63,12 @@ block, 160 units of the output map are two turns of 132 blocks, of which the sec
 empty."""
 
 
-def itself(size: int, capacity: int = two.CAPACITY) -> OneShot:
+def itself(size: int) -> OneShot:
     """Rank 0, whose words for another rank lie where those of that rank are expected."""
-    own = torch.zeros(2, size, capacity, dtype=torch.int64, device="cuda")
-    return OneShot(0, [own.data_ptr() + 8 * capacity * rank for rank in range(size)], own)
+    stride = two.CAPACITY + two.DATA
+    own = torch.zeros(2, size, stride, dtype=torch.int64, device="cuda")
+    boxes = [own.data_ptr() + 8 * stride * rank for rank in range(size)]
+    return OneShot(0, boxes, own, data=two.DATA)
 
 
 def prebuild() -> None:

@@ -60,6 +60,8 @@ SET_A = ROOT / "tests/golden/v41-a/checkpoint"
 CONTEXT = 32768
 ROWS = ((6, 22), (6, 35), (8, 25), (1, 6), (2, 11), (4, 18))
 CAPACITY = 8 * 65536
+DATA = 4 * 65536
+"""Words of a mailbox for sums, and for logits as they are, two in a word."""
 
 
 def log(text: str) -> None:
@@ -290,8 +292,8 @@ def golden(me: Rank) -> None:
 
 
 def symmetric(group: ProcessGroup) -> OneShot:
-    own, boxes = symmetric_mailbox(group.size, CAPACITY)
-    return OneShot(group.rank, boxes, own)
+    own, boxes = symmetric_mailbox(group.size, CAPACITY + DATA)
+    return OneShot(group.rank, boxes, own, data=DATA)
 
 
 def equal(group: ProcessGroup, options: argparse.Namespace, note) -> None:

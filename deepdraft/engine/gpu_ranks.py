@@ -19,6 +19,7 @@ from deepdraft.engine.ranks import Leading
 from deepdraft.engine.runner import Runner, checked_token_map
 from deepdraft.errors import ConfigError
 from deepdraft.kernels.one_shot import OneShot
+from deepdraft.kernels.runtime import ROW_TILE
 from deepdraft.models.deepseek_v41 import PrefillMode
 from deepdraft.models.v41_device import MOST_ROWS, DeviceV41
 from deepdraft.models.v41_joins import RankJoins
@@ -77,13 +78,15 @@ def open_gpu_rank(
     try:
         # The most values of one exchange: an Engram layer's rows of a prompt.
         capacity = MOST_ROWS * (args.hc_mult + 1) * args.hidden_size
-        own, boxes = symmetric_mailbox(me.size, capacity)
+        # Logits of one tile of rows, two in a word; more rows are gathered in turns.
+        data = ROW_TILE * -(-args.vocab_size // (2 * me.size))
+        own, boxes = symmetric_mailbox(me.size, capacity + data)
     except RuntimeError as error:
         raise ConfigError(
             f"--tp {me.size}: the GPUs of this machine cannot reach each other's memory "
             f"({str(error).partition(chr(10))[0][:200]}); see `nvidia-smi topo -p2p r`"
         ) from error
-    exchange = OneShot(me.rank, boxes, own)
+    exchange = OneShot(me.rank, boxes, own, data=data)
     if token_map is None and args.engram_layer_ids:
         if tokenizer is None:
             raise ConfigError("a model with Engram layers needs its tokenizer.json")

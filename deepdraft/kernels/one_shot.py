@@ -4,7 +4,9 @@ Owns: the mailboxes, the kernel, the error word. Knows nothing of: processes, wh
 
 Every rank writes its float32 values, each with the number of the exchange, as 8-byte words into a
 mailbox of every other rank, and waits on its own memory until the words of all ranks carry that
-number. Then it adds them in rank order, or puts them side by side. A word arrives whole, so there
+number. Then it adds them in rank order, or puts them side by side. (Logits, which are many, are put
+side by side another way: values as they are, behind each block of them one word, written when they
+are there and read before they are.) A word arrives whole, so there
 are no flags, fences or clearing; two mailboxes in turn suffice, because a rank can be at most one
 exchange ahead of another (to end exchange k + 1 it needs the others' words, which they send after
 they have read those of k).
@@ -20,7 +22,7 @@ place in the step; `finish` adds the step's exchanges at its end. All ranks run 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +40,8 @@ SPIN_LIMIT = 20_000_000
 _SMALL, _LARGE = (128, 1), (1024, 4)
 """Values of a program and its warps; measured, see bench/results/c-tp2-exchange.json."""
 _MANY = 1 << 16
+_GATHERED = 1024
+"""Values of a program that gathers."""
 _RESIDENT = 16
 """Programs of either kind that one multiprocessor holds at once."""
 
@@ -103,13 +107,9 @@ def send(
 
 
 @triton.jit
-def note_unusable(
-    x, rank, at, inside, positions_ptr, error_ptr, WIDTH, LIVE: tl.constexpr
-):  # fmt: skip
-    """Where a rank's values of rows that count are not finite: the error word, if it is still 0."""
-    bad = inside & ((x.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000)  # NaN or infinity
-    if LIVE:  # rows that only fill a tile may hold anything
-        bad &= tl.load(positions_ptr + at // WIDTH, mask=inside, other=-1) >= 0
+def note_unusable(x, rank, counts, error_ptr):
+    """Where a rank's values that count are not finite: the error word, if it is still 0."""
+    bad = counts & ((x.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000)  # NaN or infinity
     if tl.sum(bad.to(tl.int32), axis=0) > 0:
         tl.atomic_cas(error_ptr, 0, 256 + rank)
 
@@ -140,10 +140,13 @@ def one_shot_kernel(
     tag = (tl.load(count_ptr) + SLOT + 1).to(tl.int32)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < N
+    counts = inside
+    if LIVE:  # rows that only fill a tile may hold anything
+        counts &= tl.load(positions_ptr + at // WIDTH, mask=inside, other=-1) >= 0
     x = own_values(x_ptr, shared_ptr, at, inside, WIDTH, PICKS)
     if PUSH:
         send(x, tag, at, inside, boxes_ptr, CAPACITY, RANK, SIZE)
-        note_unusable(x, RANK, at, inside, positions_ptr, error_ptr, WIDTH, LIVE)
+        note_unusable(x, RANK, counts, error_ptr)
     if COLLECT:
         own = tl.load(boxes_ptr + RANK).to(tl.pointer_type(tl.int64))
         own += (tag & 1) * SIZE * CAPACITY + at
@@ -158,7 +161,7 @@ def one_shot_kernel(
                 part, missing = await_words(own + source * CAPACITY, tag, inside, limit)
                 if missing > 0:
                     tl.atomic_cas(error_ptr, 0, source + 1)
-                note_unusable(part, source, at, inside, positions_ptr, error_ptr, WIDTH, LIVE)
+                note_unusable(part, source, counts, error_ptr)
             if GATHER:
                 tl.store(out_ptr + source * WIDTH, part, mask=inside)
             else:
@@ -167,6 +170,78 @@ def one_shot_kernel(
             tl.store(out_ptr, to_bf16_rne(total), mask=inside)
         elif not GATHER:
             tl.store(out_ptr, total, mask=inside)
+
+
+@triton.jit
+def publish(ptr, tag):
+    """Stores the word `tag` to any GPU's memory, behind all that this program has stored before."""
+    tl.debug_barrier()
+    tl.atomic_xchg(ptr, tag.to(tl.int64) << 32, sem="release", scope="sys")
+
+
+@triton.jit
+def reads_follow():
+    """What is read from here on is no older than the words that have been read."""
+    if not INTERPRET:
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+    tl.debug_barrier()
+
+
+@triton.jit
+def gather_kernel(
+    x_ptr, out_ptr, positions_ptr, boxes_ptr, count_ptr, error_ptr,
+    SLOT, WIDTH, STRIDE, DATA, LIMIT,
+    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, LIVE: tl.constexpr,
+    PUSH: tl.constexpr, COLLECT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A block of columns of one row of every rank. Rows that only fill a tile are left out, but
+    never row 0: an exchange that nobody waits for would let a rank run ahead."""
+    wait_for_inputs(PDL)
+    row, part = tl.program_id(0), tl.program_id(1)
+    live = True
+    if LIVE:
+        live = tl.load(positions_ptr + row) >= 0
+        if (row > 0) & (live == 0):
+            return
+    tag = (tl.load(count_ptr) + SLOT + 1).to(tl.int32)
+    side, word = (tag & 1) * SIZE, row * tl.num_programs(1) + part
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    inside, at = column < WIDTH, row * WIDTH + column
+    counts = inside & live
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    if PUSH:
+        for step in tl.static_range(1, SIZE):
+            box = (
+                tl.load(boxes_ptr + (RANK + step) % SIZE) + (side + RANK).to(tl.int64) * STRIDE * 8
+            )
+            data = tl.multiple_of((box + DATA * 8).to(tl.pointer_type(tl.float32)), 16)
+            tl.store(data + at, x, mask=inside)
+        for step in tl.static_range(1, SIZE):
+            box = (
+                tl.load(boxes_ptr + (RANK + step) % SIZE) + (side + RANK).to(tl.int64) * STRIDE * 8
+            )
+            publish(box.to(tl.pointer_type(tl.int64)) + word, tag)
+        note_unusable(x, RANK, counts, error_ptr)
+    if COLLECT:
+        limit = tl.where(tl.load(error_ptr) == 0, LIMIT, 0)
+        out_ptr += row.to(tl.int64) * (SIZE * WIDTH) + column
+        tl.store(out_ptr + RANK * WIDTH, x, mask=inside)
+        one = tl.arange(0, 1)
+        for step in tl.static_range(1, SIZE):
+            source = (RANK + step) % SIZE
+            box = tl.load(boxes_ptr + RANK) + (side + source).to(tl.int64) * STRIDE * 8
+            words = box.to(tl.pointer_type(tl.int64)) + word + one
+            _, missing = await_words(words, tag, one == 0, limit)
+            reads_follow()
+            data = tl.multiple_of((box + DATA * 8).to(tl.pointer_type(tl.float32)), 16)
+            value = tl.load(data + at, mask=inside, other=0.0, cache_modifier=".cg")
+            if missing > 0:
+                tl.atomic_cas(error_ptr, 0, source + 1)
+                value = tl.full((BLOCK,), float("nan"), tl.float32)
+            note_unusable(value, source, counts, error_ptr)
+            tl.store(out_ptr + source * WIDTH, value, mask=inside)
 
 
 @triton.jit
@@ -188,6 +263,7 @@ class Ticket:
     """Addresses of the counter, the error word and the rows' positions (0: all rows count)."""
     slot: int
     capacity: int
+    """Words from one rank's part of a mailbox to the next one's."""
     limit: int
 
 
@@ -203,16 +279,19 @@ class OneShot:
         limit: int = SPIN_LIMIT,
         plan: tuple[int, int] | None = None,
         between: Callable[[], object] | None = None,
+        data: int = 0,
     ) -> None:
         """`boxes`: device address of every rank's mailbox, in rank order, reachable from here;
-        `own`: this rank's, int64 [2, ranks, capacity], zeros. `plan`: values of a program and its
+        `own`: this rank's, int64 [2, ranks, capacity + data], zeros. `data`: twice as many float32
+        values are gathered at once as they are; 0: as words. `plan`: values of a program and its
         warps, the same on all ranks. `between`: for ranks that are emulated in turn: words are sent
         before it is called and awaited after it has returned."""
         size = len(boxes)
         if own.dtype != torch.int64 or own.shape[:2] != (2, size) or not own.is_contiguous():
             raise ValueError(f"a mailbox of {size} ranks is int64 [2, {size}, n], got {own.shape}")
         self.rank, self.size, self.limit, self.between = rank, size, limit, between
-        self._plan, self._own, self.capacity = plan, own, own.shape[2]
+        self._plan, self._own = plan, own
+        self.stride, self.capacity = own.shape[2], own.shape[2] - data
         device = own.device
         self._addresses = tuple(boxes)
         self._boxes = torch.tensor(boxes, dtype=torch.int64, device=device)
@@ -232,7 +311,7 @@ class OneShot:
     @property
     def gives_tickets(self) -> bool:
         """Whether other kernels may make exchanges: not where ranks are emulated in turn."""
-        return self.between is None and not self.apart and self.capacity % 2 == 0
+        return self.between is None and not self.apart and self.stride % 2 == 0
 
     def ticket(self, n: int, programs: int) -> Ticket:
         """The next exchange, of n values by so many programs of up to 256 threads, for a kernel
@@ -243,7 +322,7 @@ class OneShot:
         slot, self._slot = self._slot, self._slot + 1
         return Ticket(
             self.rank, self._addresses, self.count.data_ptr(), self.error.data_ptr(), at, slot,
-            self.capacity, self.limit,
+            self.stride, self.limit,
         )  # fmt: skip
 
     def sum(self, x: Tensor) -> Tensor:
@@ -272,13 +351,46 @@ class OneShot:
         """The ranks' x float32 [R, N] side by side in rank order: [R, ranks * N]."""
         r, n = x.shape
         out = torch.empty(r, n * self.size, dtype=x.dtype, device=x.device)
-        rows, positions = max(1, self.capacity // n), self.positions
+        positions, values = self.positions, 2 * (self.stride - self.capacity)
+        whole = n <= values  # a row fits
+        rows = max(1, (values if whole else self.capacity) // n)
         for at in range(0, r, rows):
             some = x[at : at + rows]
             self.positions = None if positions is None else positions[at:]
-            self._exchange(some, some, out[at : at + rows], some.numel(), n, gathers=True)
+            if whole:
+                self._gather(some, out[at : at + rows])
+            else:
+                self._exchange(some, some, out[at : at + rows], some.numel(), n, gathers=True)
         self.positions = positions
         return out
+
+    def _gather(self, x: Tensor, out: Tensor) -> None:
+        check(x, out, self._own)
+        (rows, width), positions = x.shape, self.positions
+        grid = rows, -(-width // _GATHERED)
+        if x.dtype != torch.float32 or grid[0] * grid[1] > self.capacity:
+            raise ValueError(
+                f"{rows} x {width} values of {x.dtype} are no float32 for this mailbox"
+            )
+        if grid[0] * grid[1] > self._most:
+            raise ValueError(f"{grid} programs do not run at once: gather fewer rows")
+        for push, collect in self._phases():
+            launch(
+                gather_kernel, grid, x, out, x if positions is None else positions, self._boxes,
+                self.count, self.error, self._slot, width, self.stride, self.capacity, self.limit,
+                RANK=self.rank, SIZE=self.size, BLOCK=_GATHERED, LIVE=positions is not None,
+                PUSH=push, COLLECT=collect, num_warps=4,
+            )  # fmt: skip
+        self._slot += 1
+
+    def _phases(self) -> Iterator[tuple[bool, bool]]:
+        """What the launches of an exchange do: send, await."""
+        if self.between is None:
+            yield True, True
+            return
+        yield True, False
+        self.between()
+        yield False, True
 
     def _exchange(
         self,
@@ -305,15 +417,11 @@ class OneShot:
                 f"{programs} programs do not run at once; waiting ones could block those they wait "
                 "for: exchange fewer rows"
             )
-        phases = ((True, True),) if self.between is None else ((True, False), (False, True))
-        for push, collect in phases:
-            if collect and not push:
-                assert self.between is not None
-                self.between()
+        for push, collect in self._phases():
             launch(
                 one_shot_kernel, (programs,),
                 x, shared, out, x if positions is None else positions,
-                self._boxes, self.count, self.error, self._slot, n, width, self.capacity,
+                self._boxes, self.count, self.error, self._slot, n, width, self.stride,
                 self.limit, RANK=self.rank, SIZE=self.size, BLOCK=block, PICKS=picks,
                 GATHER=gathers, ROUND=rounded, LIVE=positions is not None, PUSH=push,
                 COLLECT=collect, num_warps=warps,

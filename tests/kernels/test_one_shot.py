@@ -15,11 +15,12 @@ from tests.kernels.interpreter import DEVICE
 CAPACITY = 700
 
 
-def ranks(size: int, *, limit: int = 3) -> list[OneShot]:
+def ranks(size: int, *, limit: int = 3, data: int = 0) -> list[OneShot]:
     """All ranks in one memory, to be run by `in_turn`."""
-    boxes = [torch.zeros(2, size, CAPACITY, dtype=torch.int64, device=DEVICE) for _ in range(size)]
-    addresses = [box.data_ptr() for box in boxes]
-    return [OneShot(rank, addresses, boxes[rank], limit=limit) for rank in range(size)]
+    shape = 2, size, CAPACITY + data
+    boxes = [torch.zeros(shape, dtype=torch.int64, device=DEVICE) for _ in range(size)]
+    at = [box.data_ptr() for box in boxes]
+    return [OneShot(rank, at, boxes[rank], limit=limit, data=data) for rank in range(size)]
 
 
 def in_turn(group: list[OneShot], work):
@@ -89,15 +90,41 @@ def test_picks_are_added_in_order_then_the_shared_expert_then_the_ranks():
         assert torch.equal(out, rank_order_sum(own).bfloat16())
 
 
-def test_parts_side_by_side_in_as_many_exchanges_as_they_need():
+@pytest.mark.parametrize("data", [0, 300])
+def test_parts_side_by_side_in_as_many_exchanges_as_they_need(data):
     r, n = 5, 300  # two rows fit a mailbox
     xs = [torch.stack(parts(r, n, s)) for s in range(3)]
-    group = ranks(3)
+    group = ranks(3, data=data)
     for out in in_turn(group, lambda rank: rank.gather(xs[rank.rank])):
         assert torch.equal(out, torch.cat(xs, 1))
     for rank in group:
         rank.finish()
     assert int(group[0].count) == 3
+
+
+def test_of_rows_that_do_not_count_the_first_alone_is_gathered():
+    xs, group = [torch.stack(parts(4, 1100, s)) for s in range(2)], ranks(2, data=2200)
+    for rank in group:
+        rank.positions = torch.tensor([-1, 4, -1, 5], dtype=torch.int32, device=DEVICE)
+    xs[0][2] = float("nan")
+    for step in range(2):
+        for out in in_turn(group, lambda rank: rank.gather(xs[rank.rank])):
+            assert torch.equal(out[[0, 1, 3]], torch.cat(xs, 1)[[0, 1, 3]])
+        words = torch.stack([rank._own[(1 + step) & 1] for rank in group])
+        tags = words[:, :, :8] >> 32  # two words a row
+        wanted = torch.tensor([[[0] * 8, [1, 1, 1, 1, 0, 0, 1, 1]]], device=DEVICE) * (step + 1)
+        assert torch.equal(tags[:1], wanted)
+    group[0].check()
+    xs[1][3, 1099] = float("inf")
+    in_turn(group, lambda rank: rank.gather(xs[rank.rank]))
+    assert [int(rank.error) for rank in group] == [256 + 1] * 2
+
+    def silent(rank):
+        return rank.between() if rank.rank == 1 else rank.gather(xs[rank.rank])
+
+    group[0].error.zero_()
+    out = in_turn(group, silent)[0]
+    assert int(group[0].error) == 2 and out[[0, 1, 3], 1100:].isnan().all()
 
 
 def test_tags_wrap_around():
