@@ -11,7 +11,7 @@ import torch
 from deepdraft.kernels.native import stream
 
 STAGES = ("attend", "attend_rows", "boundary", "route", "scores", "select", "stream_top")
-_chosen = set(STAGES) - {"attend_rows", "scores", "stream_top"}  # not run on a GPU yet
+_chosen = set(STAGES)
 
 
 def use(stages: Iterable[str]) -> None:
