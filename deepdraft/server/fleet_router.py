@@ -200,10 +200,14 @@ class Router:
     def tick(self) -> None:
         """To be called a few times a second: what silence means."""
         now = self._clock()
-        if now - self._ticked > OWN_PAUSE_S:
-            # This process itself was stopped: what engines said meanwhile is still to be read.
+        pause_s = now - self._ticked
+        if pause_s > OWN_PAUSE_S:
+            # This process itself was stopped: what engines said meanwhile is still to be read, and
+            # nobody looked for an engine.
             for seat in self.seats:
                 seat.heard = now
+            for flight in (f for opening in self._homeless for f in opening.flights):
+                flight.waits_until += pause_s
         self._ticked = now
         for seat in list(self.seats):
             silence = now - seat.heard

@@ -66,7 +66,7 @@ class Engine:
         self.steps = 0  # without the warm-up's
         identity = identity_of(self.toy.service, self.label, self.toy_path())
         changed = {n: getattr(identity, n) for n in wire.Identity.__struct_fields__}
-        changed |= options.pop("identity", {})
+        changed |= {"code": "as it was", **options.pop("identity", {})}  # files may be saved
         self.node = Node(
             self.toy.service,
             wire.Identity(**changed),

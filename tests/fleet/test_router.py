@@ -203,6 +203,24 @@ def test_a_pause_of_the_front_itself_is_no_silence() -> None:
     assert client.reason() == "length"
 
 
+def test_a_pause_of_the_front_itself_is_not_taken_from_those_that_wait_for_an_engine() -> None:
+    world = World(engines=1)
+    client = world.ask()
+    world.read()
+    world.engines[0].step(world.router, 1)
+    world.die(world.engines[0])
+    world.pass_time(10.0)
+    world.now += 1000.0
+    world.router.tick()
+    assert not client.over
+    world.pass_time(19.0)
+    assert not client.over
+    world.add()
+    world.finish()
+    assert client.reason() == "length"
+    world.check_text(client)
+
+
 def test_a_full_fleet_refuses_and_a_moved_request_waits_for_room() -> None:
     world = World(engines=0)
     a, b = world.add(room=1), world.add(room=1)
