@@ -36,11 +36,12 @@ check: setup-test
 	$(BIN)/lint-imports
 	$(BIN)/pyrefly check
 
+# Three workers for two cores: many tests wait for processes, sockets and a browser.
 test: setup-test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/pyrefly check
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -q -m 'not gpu and not full'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 -q -m 'not gpu and not full'
 
 test-full: setup-test
 	$(BIN)/pytest -q -m 'not gpu'
