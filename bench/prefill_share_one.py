@@ -3,7 +3,7 @@
     python3 bench/prefill_share_one.py --json FILE [--seconds 60] [--sizes 2,8,4,1]
 
 check  six layers of the published sizes: two ranks in turn, caches and logits against each other
-       (bit for bit) and against one rank
+       (bit for bit)
 times  40 layers, a pool of 96 experts: a chunk of 32,768 rows of so many ranks, the first and the
        last rank by itself. Its exchanges stay on this GPU and wait for nobody, so a chunk of real
        ranks takes what goes over NVLink longer.
@@ -99,12 +99,7 @@ def check(options: argparse.Namespace, size: int = 2) -> None:
     first, *others = run_in_turn(size, read)
     differ = [n for n, x in first.items() if not all(torch.equal(x, o[n]) for o in others)]
     note(options.json, "differs between the ranks", differ)
-    alone = run_in_turn(1, read)[0]
-    near = {name: float((first[name] == x).double().mean()) for name, x in alone.items()}
-    note(options.json, "share of values that one rank has, too", near)
-    error = (first["logits"] - alone["logits"]).norm() / alone["logits"].norm()
-    finite = bool(torch.isfinite(first["logits"]).all())
-    note(options.json, "logits", {"relative L2 to one rank": float(error), "finite": finite})
+    note(options.json, "finite logits", bool(torch.isfinite(first["logits"]).all()))
 
 
 class Unshared(OneProcessMemory):

@@ -20,19 +20,22 @@ _BLOCK = 1024
 
 @triton.jit
 def push_sums_kernel(
-    y_ptr, places_ptr, D, EACH, ODD, RANK, SIZE, K: tl.constexpr, BLOCK: tl.constexpr
+    y_ptr, places_ptr, ROWS, D, EACH, ODD, RANK, SIZE, K: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program a row of the chunk; which rank has it: see `push_sums`."""
-    row = tl.program_id(0)
-    owner = (row + ODD) // EACH
+    """One program a row of the chunk; which rank has it: see `push_sums`. Neighbours are rows of
+    different ranks, so that all links and this device's memory are in use at any time."""
+    owner = (RANK + tl.program_id(0) % SIZE) % SIZE
     first = tl.maximum(owner * EACH - ODD, 0)
+    at = tl.program_id(0) // SIZE
+    row = first + at
+    inside = row < tl.minimum((owner + 1) * EACH - ODD, ROWS)
     place = tl.load(places_ptr + owner).to(tl.pointer_type(tl.bfloat16))
     place = tl.multiple_of(place, 16)
-    place += ((row - first) * SIZE + RANK).to(tl.int64) * D
+    place += (at * SIZE + RANK).to(tl.int64) * D
     y_ptr += row.to(tl.int64) * K * D
     for start in range(0, D, BLOCK):
         d = start + tl.arange(0, BLOCK)
-        here = d < D
+        here = inside & (d < D)
         total = tl.load(y_ptr + d, mask=here, other=0.0).to(tl.float32)
         for k in tl.static_range(1, K):
             total += tl.load(y_ptr + k * D + d, mask=here, other=0.0).to(tl.float32)
@@ -53,7 +56,7 @@ def push_sums(
     if rows + odd > size * each or hidden % 8:
         raise ValueError(f"{rows} rows of {hidden} are not shared as {size} x {each} - {odd}")
     launch(
-        push_sums_kernel, (rows,), y, places, hidden, each, odd, rank, size,
+        push_sums_kernel, (size * each,), y, places, rows, hidden, each, odd, rank, size,
         K=picks, BLOCK=min(_BLOCK, next_power(hidden)), num_warps=4,
     )  # fmt: skip
 
