@@ -492,7 +492,7 @@ def work(me: Rank) -> None:
             check(bench, full)
         if not options.dry_run:
             torch.cuda.empty_cache()
-        estimate = 35.0
+        estimate = 28.0
         if {"links", "chunks", "million", "prompts"} & set(parts):
             begin = time.monotonic()
             shared = ShareBench(bench, args, shared=True)
