@@ -96,21 +96,28 @@ class Links:
 
     async def _keep(self, entry: Entry) -> None:
         """Holds a connection to an engine until it is taken out of the registry."""
-        pause_s, reached = 0.1, time.monotonic()
+        pause_s, reached, why = 0.1, time.monotonic(), ""
         try:
             while entry.incarnation in self._known:
                 limit_s = FORGET_S
                 try:
-                    if await self._talk(entry):
-                        pause_s, reached = 0.1, time.monotonic()
+                    used = await self._talk(entry)
+                    pause_s, reached = 0.1 if used else pause_s, time.monotonic()
                 except (OSError, EOFError) as error:
+                    why = type(error).__name__
                     if isinstance(error, ConnectionRefusedError):
                         limit_s = REFUSED_S
-                    logger.debug("replica %s: %s", entry.label, type(error).__name__)
+                    logger.debug("replica %s: %s", entry.label, why)
                 except wire.WireError as error:
-                    logger.warning("replica %s is not used: %s", entry.label, error.message)
+                    why = error.message
+                    logger.warning("replica %s is not used: %s", entry.label, why)
                     pause_s = _LONGEST_PAUSE_S
-                if time.monotonic() - reached > limit_s:
+                if (missed_s := time.monotonic() - reached) > limit_s:
+                    logger.warning(
+                        "replica %s could not be used for %.0f s at %s:%d (%s): it is forgotten "
+                        "until it says again where it is",
+                        *(entry.label, missed_s, entry.host, entry.port, why),
+                    )
                     await asyncio.to_thread(self._registry.drop, entry.incarnation)
                     return
                 await asyncio.sleep(pause_s)

@@ -476,7 +476,7 @@ def test_a_front_that_falls_silent_leaves_nothing_on_its_engines(
 
 
 def test_where_nobody_listens_any_more_there_is_no_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One that was killed cannot take itself out of the registry; one that lives comes back."""
     monkeypatch.setattr(fleet_link, "REFUSED_S", 0.2)
@@ -489,6 +489,32 @@ def test_where_nobody_listens_any_more_there_is_no_engine(
                 await world.until(lambda: "i" in world.links._kept)
                 await world.until(lambda: "i" not in world.registry.found)
             assert world.registry.entries() == [world.engines[0].entry]
+
+    logging.getLogger("deepdraft").propagate = True
+    asyncio.run(run())
+    assert "replica dead could not be used" in caplog.text
+    assert "(ConnectionRefusedError)" in caplog.text
+
+
+def test_what_this_front_does_not_use_stays_there_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a fleet is upgraded to a model with another tokenizer, fronts of both versions run."""
+    monkeypatch.setattr(fleet_link, "FORGET_S", 0.2)
+    monkeypatch.setattr(fleet_link, "_LONGEST_PAUSE_S", 0.01)
+    looks: list[float] = []
+
+    def accepts(identity: wire.Identity) -> bool:
+        looks.append(time.monotonic())
+        return False
+
+    async def run() -> None:
+        async with world_of(tmp_path, 1) as world:
+            other = Links(world.router, world.registry, name="o", accepts=accepts, look_s=0.05)
+            await other.start()
+            await world.until(lambda: bool(looks) and looks[-1] - looks[0] > 0.6)
+            assert world.registry.entries() == [world.engines[0].entry]
+            await other.close()
 
     asyncio.run(run())
 
