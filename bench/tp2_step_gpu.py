@@ -34,7 +34,7 @@ from deepdraft.arch import V41Args  # noqa: E402
 from deepdraft.checkpoint.config import parse_args  # noqa: E402
 from deepdraft.engine.dummy import DummyWeights, dummy_args  # noqa: E402
 from deepdraft.errors import RankError  # noqa: E402
-from deepdraft.kernels.native import trials  # noqa: E402
+from deepdraft.kernels.native import stream, trials  # noqa: E402
 from deepdraft.kernels.one_shot import OneShot  # noqa: E402
 from deepdraft.kernels.runtime import use_programmatic_launch  # noqa: E402
 from deepdraft.models.v41_buffers import DeviceCaches, RowInputs  # noqa: E402
@@ -406,8 +406,7 @@ def whole(group: ProcessGroup, options: argparse.Namespace, note) -> None:
 
 
 def try_plans(bench: RankBench, group: ProcessGroup, note, until: float) -> None:
-    """Other plans of a rank's slices, one map after another, each with the best found so far, and
-    all of it with the shared expert's weights fetched by the boundary."""
+    """Other plans of a rank's slices, one map after another, each with the best found so far."""
     from tp2_rank_gpu import PLANS, with_plan
 
     from deepdraft.kernels.native.fragments import StreamPlan
@@ -417,35 +416,38 @@ def try_plans(bench: RankBench, group: ProcessGroup, note, until: float) -> None
         return round(max(float(part) for part in group.gather(ms)), 4)
 
     weights, best = bench.weights, layers()
-    for fetched in (False, True):
-        with trials.using(*(["fetch"] if fetched else [])):
-            if fetched:
-                note("trial: the best of each, fetched", layers())
-            for name, (part, shape, plans) in PLANS.items():
-                kept = weights
-                for plan in plans:
-                    left = torch.tensor([time.monotonic() - until], device="cuda")
-                    if max(float(t) for t in group.gather(left)) > 0:
-                        return
-                    if fetched and name != "shared13":
-                        continue
-                    bench.step.weights = with_plan(weights, part, name, shape, StreamPlan(*plan))
-                    try:
-                        ms = layers()
-                    except (ValueError, RuntimeError) as error:  # on all ranks alike
-                        note(f"trial: {name} {plan}", f"{error}"[:200])
-                        continue
-                    note(f"trial: {name} {plan}{', fetched' if fetched else ''}", ms)
-                    if ms < best:
-                        best, kept = ms, bench.step.weights
-                weights = bench.step.weights = kept
-        note("layers and head with the best of each", layers())
+    for name, (part, shape, plans) in PLANS.items():
+        kept = weights
+        for plan in plans:
+            left = torch.tensor([time.monotonic() - until], device="cuda")
+            if max(float(t) for t in group.gather(left)) > 0:
+                return
+            bench.step.weights = with_plan(weights, part, name, shape, StreamPlan(*plan))
+            try:
+                ms = layers()
+            except (ValueError, RuntimeError) as error:  # on all ranks alike
+                note(f"trial: {name} {plan}", f"{error}"[:200])
+                continue
+            note(f"trial: {name} {plan}", ms)
+            if ms < best:
+                best, kept = ms, bench.step.weights
+        weights = bench.step.weights = kept
+    note("layers and head with the best of each", layers())
     bench.step.weights = bench.weights
     note("layers and head again", layers())
 
 
+@contextlib.contextmanager
+def late(less: int):
+    """Blocks of the up map that the shared expert keeps waiting have so many 256ths less to do."""
+    usual, stream.LATE = stream.LATE, less
+    with trials.using("late"):
+        yield
+    stream.LATE = usual
+
+
 TRIALS = {
-    "boundary fetches the shared expert": lambda _: trials.using("fetch"),
+    **{f"late blocks have {n}/256 less": lambda _, n=n: late(n) for n in (40, 66, 90)},
     "usual again": contextlib.nullcontext,
 }
 

@@ -241,7 +241,6 @@ def boundary(
     hidden_out: Tensor | None = None,
     norm_eps: float = 0.0,
     exchange: OneShot | None = None,
-    fetch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, QuantRows | None]:
     """From one sublayer to the next (contract: ops.boundary.boundary).
 
@@ -250,7 +249,7 @@ def boundary(
     bfloat16 [R, D] and the same in FP8. Without `y`: no expand. Without `norm`: no collapse. `pre`
     [R, S] collapses where it is not coef's. `hidden_out` bfloat16 [R, D] receives the collapsed
     state before its norm. `exchange`: of several ranks; y is this one's part, float32 [R, D] or
-    picks. `fetch`: weights that the L2 cache may be given meanwhile.
+    picks.
     """
     rows, streams, hidden = x.shape
     given = [t for t in (x, norm, y, shared, coef, pre, hidden_out) if t is not None]
@@ -272,9 +271,7 @@ def boundary(
             y = exchange.sum_rows(y) if shared is None else exchange.sum_picks(y, shared)
             shared, picks = None, 0
     if usual and y is not None and coef is not None:
-        made = native.boundary(
-            x, norm, y, shared, coef, norm_eps=norm_eps, ticket=ticket, fetch=fetch
-        )
+        made = native.boundary(x, norm, y, shared, coef, norm_eps=norm_eps, ticket=ticket)
         out, u, codes, scales = made
         return (out, None, None) if norm is None else (out, u, QuantRows(codes, scales))
     out = torch.empty_like(x) if y is not None else x

@@ -104,16 +104,12 @@ class Flow:
             self.y = self.shared = None
 
     def enter(
-        self,
-        norm: Tensor,
-        eps: float,
-        hidden_out: Tensor | None = None,
-        fetch: Tensor | None = None,
+        self, norm: Tensor, eps: float, hidden_out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, QuantRows]:
         """Write the output back and collapse: the streams, the next input [R, D] and its FP8."""
         self.x, u, quant = self.joins.boundary(
             self.x, norm, y=self.y, shared=self.shared, coef=self.coef, pre=self.pre,
-            hidden_out=hidden_out, norm_eps=eps, fetch=fetch,
+            hidden_out=hidden_out, norm_eps=eps,
         )  # fmt: skip
         self.y = self.shared = None
         assert u is not None and quant is not None
@@ -204,7 +200,8 @@ def run_experts(
     if "experts" in skip:
         y = v.new_zeros(v.shape[0], w.picks, v.shape[1])
     else:
-        up = moe.routed_up(v_quant, listed, weights, w.w13, limit=limit)
+        beside = w.shared13 if trials.on("late") and "shared" not in skip else None
+        up = moe.routed_up(v_quant, listed, weights, w.w13, limit=limit, beside=beside)
         y = moe.routed_down(up, listed, w.w2, picks=w.picks)
     if "shared" not in skip:
         lanes.join("side")
@@ -321,8 +318,7 @@ class DeviceStep:
         self.lanes.join("mix")
         flow.leave(coef, y)
         self._note(f"L{layer}.attn_out", y)
-        next_read = w.experts.shared13.values if trials.on("fetch") else None
-        _, v, v_quant = flow.enter(w.ffn_norm, eps, fetch=next_read)
+        _, v, v_quant = flow.enter(w.ffn_norm, eps)
         self._note(f"L{layer}.ffn_in", v)
         with self.lanes.aside("mix"):
             coef = run_mix(flow.x, w.mix_ffn, args, skip)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deepdraft.kernels import gemv, layout, moe, runtime
-from deepdraft.kernels.native import fragments, trials
+from deepdraft.kernels.native import fragments, stream, trials
 from deepdraft.kernels.runtime import pad_rows
 from deepdraft.ops import gemm
 from deepdraft.ops import moe as reference
@@ -120,6 +120,39 @@ def test_dense_rows_are_alone(shape):
             got = run(some)[: len(at)]
             runtime.use_programmatic_launch(False)
             assert torch.equal(bits(got), bits(full[at])), at
+
+
+@pytest.mark.parametrize(
+    "shape",
+    grid([(96, 320, 64)], [(32768, 1280, 512), (36864, 1280, 512), (4096, 1280, 512)]),
+)
+@needs_machine
+@on_cpu
+def test_rows_normed_by_every_block(shape):
+    rows, cols, more = shape
+    eps, norm = 1e-6, rows_of(8, cols, seed=5)[0].float() + 1
+    values, scales = dense_weight(rows, cols)
+    x = rows_of(16, cols + more, seed=3) * 7
+    exact = x[:, :cols].double()
+    exact = exact * (exact.square().mean(1, keepdim=True) + eps).rsqrt() * norm.double()
+    w = formats.dequantize_fp8_tile(values, scales, torch.float64)
+    want = gemm.quantize_rows(exact.bfloat16()).dequantize(torch.float64) @ w.T
+    usual = usual_plan(rows, cols)
+    plans = [p for p in fragments.stream_plans("fp8", cols // 32) if p.split == 1]
+    plans = [plans[0], dataclasses.replace(plans[1], bulk=1)] + [usual] * (DEVICE == "cuda")
+    for plan in plans:
+        streamed = fragments.stream_fp8(values, scales, plan)
+        assert stream.takes_norm(streamed)
+        got = stream.normed_gemv(x, norm, streamed, norm_eps=eps)
+        assert relative(got, want) < 5e-3, plan
+        for at in ([3], [9, 0, 15], list(range(16))[::-1]):
+            some = x.new_full((-(-len(at) // 8) * 8, x.shape[1]), float("nan"))
+            some[: len(at)] = x[at]
+            alone = stream.normed_gemv(some, norm, streamed, norm_eps=eps)[: len(at)]
+            assert torch.equal(bits(alone), bits(got[at])), (plan, at)
+    parts = fragments.stream_fp8(values, scales, dataclasses.replace(plans[0], split=2))
+    with pytest.raises(ValueError, match="in one part"):
+        stream.normed_gemv(x, norm, parts, norm_eps=eps)
 
 
 def expert_weights(shape):

@@ -35,8 +35,6 @@ struct Params {
     u16* u;               // bf16 [R, D]
     u8* codes;            // [R, D]
     float* scales;        // [D / 32, R]
-    const u8* fetch;      // weights that a later kernel reads, or none
-    int fetch_bytes;      // of each block
     int hidden, rows;
     float eps;
 #if RANKS > 1
@@ -147,10 +145,6 @@ extern "C" __global__ void CLUSTER boundary_kernel(const __grid_constant__ Param
     }
 #pragma unroll
     for (int i = 0; i < (2 + S) * S; i++) coef[i] = p.coef[row * (2 + S) * S + i];
-
-    // Behind the loads, beside the rest: memory has nothing else to do until the next kernel starts.
-    if (p.fetch != nullptr && threadIdx.x == 0)
-        fetch_l2(p.fetch + (long long)(blockIdx.y * gridDim.x + blockIdx.x) * p.fetch_bytes, p.fetch_bytes);
 
     Four y = four_of(parts[0]);
     if (K > 0) {

@@ -30,8 +30,7 @@ class _Params(ctypes.Structure):
 
     _fields_: ClassVar[Any] = (
         *((n, ctypes.c_void_p) for n in ("y", "shared", "x", "coef", "norm")),
-        *((n, ctypes.c_void_p) for n in ("out", "u", "codes", "scales", "fetch")),
-        ("fetch_bytes", ctypes.c_int),
+        *((n, ctypes.c_void_p) for n in ("out", "u", "codes", "scales")),
         ("hidden", ctypes.c_int),
         ("rows", ctypes.c_int),
         ("eps", ctypes.c_float),
@@ -87,14 +86,12 @@ def boundary(
     *,
     norm_eps: float,
     ticket: Ticket | None = None,
-    fetch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Expand and collapse: streams bfloat16 [R, S, D], the next input bfloat16 [R, D], its FP8
     codes uint8 [R, D] and scales float32 [D/32, R]; without `norm` only the streams are filled.
     Tensors as `mhc.boundary` has checked them.
 
-    ticket: y is this rank's part, float32 [R, D] or picks, and is exchanged. fetch: weights to be
-    brought into the L2 cache meanwhile.
+    ticket: y is this rank's part, float32 [R, D] or picks, and is exchanged.
     """
     rows, streams, hidden = x.shape
     picks = y.shape[1] if y.dim() == 3 else 0
@@ -111,13 +108,11 @@ def boundary(
             "positions": ticket.positions, "slot": ticket.slot, "capacity": ticket.capacity,
             "limit": ticket.limit,
         }  # fmt: skip
-    each = 0 if fetch is None else fetch.nbytes // (CLUSTER * rows) // 16 * 16
     params = _params(1 if ticket is None else len(ticket.boxes))(
         y=y.data_ptr(), shared=0 if shared is None else shared.data_ptr(), x=x.data_ptr(),
         coef=coef.data_ptr(), norm=0 if norm is None else norm.data_ptr(), out=out.data_ptr(),
         u=u.data_ptr(), codes=codes.data_ptr(), scales=scales.data_ptr(), hidden=hidden, rows=rows,
-        eps=norm_eps, fetch=fetch.data_ptr() if fetch is not None and each else 0,
-        fetch_bytes=each, **more,
+        eps=norm_eps, **more,
     )  # fmt: skip
     kernel = _kernel(x.device, macros(streams, picks, ticket), _threads(hidden))
     kernel.launch((CLUSTER, rows), params, programmatic=programmatic_launch())

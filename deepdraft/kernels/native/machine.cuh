@@ -79,10 +79,6 @@ __device__ __forceinline__ void copy_bulk(u32 to, const u8* from, u32 bytes, u32
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
-// Has bytes (a multiple of 16) brought into the L2 cache, without waiting.
-__device__ __forceinline__ void fetch_l2(const u8* from, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
 __device__ __forceinline__ void barriers_made() {
     asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -14,8 +14,8 @@ from deepdraft.errors import ConfigError
 
 SETTING = "DEEPDRAFT_TRIALS"
 NAMES = {
-    "fetch": "the boundary has the shared expert's weights brought into the L2 cache",
     "lanes": "every lane arrives at the barriers of sums (racecheck; slower)",
+    "late": "experts up: blocks that the shared expert keeps from starting have less to do",
 }
 _chosen: frozenset[str] | None = None
 

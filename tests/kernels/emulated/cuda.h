@@ -171,7 +171,6 @@ inline void copy_bulk(u32 to, const u8* from, u32 bytes, u32) {
         for (Read r : fibers[i].reads) overwritten |= r.at < to + bytes && to < r.at + r.bytes;
     memcpy(raw + to, from, bytes);
 }
-inline void fetch_l2(const u8*, u32) {}
 inline void barriers_made() {}
 inline void reads_done() { fibers[current].reads.clear(); }
 static int arrived_turn[MOST];
