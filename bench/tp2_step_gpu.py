@@ -4,7 +4,8 @@
 
 equal: 22 layers, the two ranks' logits against both ranks emulated in turn on one GPU, bit for bit.
 stress: 40 layers without the drafter, replayed often: every replay's logits and caches against the
-step captured without programmatic launch, bit for bit, on both ranks.
+step captured in one lane, without programmatic launch, exchanges as kernels of their own, bit for
+bit, on both ranks.
 golden: the small golden checkpoint served as `serve --tp 2` does: drafted steps against plain ones.
 whole: 40 layers, drafter, one graph a step; exchanges inside the boundaries, under programmatic
 launch at every row count and without it, as kernels of their own, by NCCL all-reduce, and none (the
@@ -41,7 +42,7 @@ from deepdraft.models.v41_buffers import DeviceCaches, RowInputs  # noqa: E402
 from deepdraft.models.v41_draft import DeviceDrafter  # noqa: E402
 from deepdraft.models.v41_joins import Joins, OwnTables, RankJoins  # noqa: E402
 from deepdraft.models.v41_loop import DeviceLoop, DeviceSettings  # noqa: E402
-from deepdraft.models.v41_step import DeviceStep  # noqa: E402
+from deepdraft.models.v41_step import DeviceStep, Lanes  # noqa: E402
 from deepdraft.models.v41_weights import load_weights  # noqa: E402
 from deepdraft.parallel.group import (  # noqa: E402
     NVLINK_MULTICAST_OFF,
@@ -487,14 +488,18 @@ def stress(group: ProcessGroup, options: argparse.Namespace, note) -> None:
         args, group.rank, group.size, lambda own: RankJoins(exchange, own), drafter=False
     )
     state = [bench.caches.window_rows, *bench.caches.main.values(), *bench.caches.index.values()]
+    one_lane = Lanes(bench.device, on=False)
     for rows, experts in ROWS:
-        if time.monotonic() - begin > options.seconds - 20:
+        left = options.seconds - (time.monotonic() - begin)
+        if left < 4 + 0.009 * options.replays:
             note(f"rows {rows} experts {experts}", "no time left")
             continue
         bench.rng = np.random.default_rng(1)
         bench.set_rows(rows, experts)
         use_programmatic_launch(False)
+        lanes, bench.step.lanes, exchange.apart = bench.step.lanes, one_lane, True
         plain = bench.capture()
+        bench.step.lanes, exchange.apart = lanes, False
         wrong = torch.zeros(3, dtype=torch.int64, device="cuda")  # logits, state, plain logits
         plain.graph.replay()
         logits, kept = plain.logits[:rows].clone(), [part.clone() for part in state]
