@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from deepdraft.cli.ending import clean_end
+from deepdraft.cli.options import OutputFile
 
 
 @click.command("serve")
@@ -76,8 +77,8 @@ from deepdraft.cli.ending import clean_end
 )
 @click.option("--seed", type=int, default=0, show_default=True, metavar="N")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--out", metavar="FILE", help="Write the result there, too.")
-@click.option("--html", metavar="FILE", help="Write a page with plots there.")
+@click.option("--out", type=OutputFile(), metavar="FILE", help="Write the result there, too.")
+@click.option("--html", type=OutputFile(), metavar="FILE", help="Write a page with plots there.")
 def bench_serve(targets: tuple[str, ...], **options: Any) -> int:
     """Put the same load on endpoints that give the same answers.
 
@@ -168,7 +169,12 @@ _SHARING = {"on": (True,), "off": (False,), "both": (True, False)}
 @click.option("--kv-memory", metavar="SIZE", help="simulate: of each replica [no limit].")
 @click.option("--runs", type=click.IntRange(1, 100), default=3, show_default=True, metavar="N")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--out", metavar="FILE", help="Write the result there, too, fleet by fleet.")
+@click.option(
+    "--out",
+    type=OutputFile(),
+    metavar="FILE",
+    help="Write the result there, too, fleet by fleet.",
+)
 @clean_end()
 def bench_fleet(model: str | None, url: str | None, **options: Any) -> int:
     """Play conversations of 2 to 20 turns on 1 to N replicas of MODEL, by default the bundled one.

@@ -41,6 +41,28 @@ ENGINE_FIELDS = (
 Decorated = Callable[..., Any]
 
 
+class OutputFile(click.ParamType):
+    """A file that a command writes at its end. One that cannot be written is refused before the
+    work is done; its folder is made."""
+
+    name = "file"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The path as it is."""
+        path = Path(value)
+        try:
+            path.absolute().parent.mkdir(parents=True, exist_ok=True)
+            new = not path.exists()
+            if new or not (path.is_fifo() or path.is_char_device()):
+                path.open("ab").close()
+            if new:
+                path.unlink()
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            self.fail(f"{value!r} cannot be written ({why}); name a file that can", param, ctx)
+        return value
+
+
 def model_argument(command: Decorated) -> Decorated:
     """MODEL: a checkpoint directory, by default the bundled model."""
     return click.argument("model", required=False, metavar="[MODEL]")(command)

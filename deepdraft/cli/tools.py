@@ -12,6 +12,7 @@ import click
 from click.core import ParameterSource
 
 from deepdraft.cli.options import (
+    OutputFile,
     body_fields,
     engine_options,
     model_argument,
@@ -214,8 +215,8 @@ class _Bench(click.Command):
 @click.option("--runs", type=click.IntRange(1), default=5, show_default=True, metavar="N")
 @click.option("--numerics", type=click.Choice(get_args(Numerics)), default="exact")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--out", metavar="FILE", help="Write the result there, too.")
-@click.option("--svg", metavar="FILE", help="accept: write a plot there.")
+@click.option("--out", type=OutputFile(), metavar="FILE", help="Write the result there, too.")
+@click.option("--svg", type=OutputFile(), metavar="FILE", help="accept: write a plot there.")
 @click.option("--prompts", metavar="FILE", help="Prompts as JSON [bundled ones].")
 @click.option("--num-prompts", type=click.IntRange(1), metavar="N", help="How many of them.")
 @click.option("--quick", is_flag=True, help="accept: leave out block sizes and thresholds.")
@@ -233,7 +234,7 @@ class _Bench(click.Command):
 @click.option("--prefill", metavar="N,N", help="speed, prefill: lengths of prompts.")
 @click.option("--concurrency", metavar="N,N", help="speed: streams at a time, or none.")
 @click.option("--temperature", type=click.FloatRange(0, 2), default=0.0, help="speed: [0].")
-@click.option("--html", metavar="FILE", help="speed: write the report there.")
+@click.option("--html", type=OutputFile(), metavar="FILE", help="speed: write the report there.")
 @click.option(
     "--layers", type=click.IntRange(1), metavar="N", help="step, prefill: so many layers."
 )
