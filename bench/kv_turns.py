@@ -7,7 +7,6 @@ Three `deepdraft serve` processes with a real Redis and TLS on loopback, as in d
 
 import argparse
 import json
-import socket
 import statistics
 import subprocess
 import sys
@@ -22,14 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from deepdraft.kv.fleet_files import init_fleet
 from deepdraft.proof.bench import provenance
+from deepdraft.proof.fleet_served import free_port
 
 TEXT = "The fox went out on a chilly night and prayed for the moon to give him light. " * 20
-
-
-def free_port() -> int:
-    """A port nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
 
 
 def serve(name: str, redis: int, files: Path, *more: str) -> tuple[subprocess.Popen[bytes], str]:

@@ -212,8 +212,8 @@ class CostSchedule:
     together with drafts expected behind it, as where a step's cost rises in stairs. Behind a draft
     the confidence is expected to be `means[i]` at position i, or to stay as it is without means.
 
-    `rate` should be what the request or server achieves over time (`RateMeter`): that choice
-    maximises tokens per millisecond in the long run. Without a rate, this step's own ratio of
+    `rate` should be what the request or server achieves over time: that choice maximises tokens
+    per millisecond in the long run. Without a rate, this step's own ratio of
     expected tokens to milliseconds stands in.
     """
 
@@ -287,23 +287,3 @@ class CostSchedule:
                 ahead = own[i + 1] if i + 1 < len(own) else last[request]
                 heapq.heappush(heads, (value * ahead, request, i + 1))
         return False
-
-
-class RateMeter:
-    """Tokens per millisecond lately: sums that forget by a factor a step."""
-
-    def __init__(self, decay: float = 0.98) -> None:
-        if not 0.0 < decay < 1.0:
-            raise ConfigError(f"decay must lie between 0 and 1, got {decay}")
-        self.decay = decay
-        self._tokens = self._ms = 0.0
-
-    def add(self, num_tokens: float, ms: float) -> None:
-        """One step of all its time, drafting included."""
-        self._tokens = self.decay * self._tokens + num_tokens
-        self._ms = self.decay * self._ms + ms
-
-    @property
-    def rate(self) -> float | None:
-        """Tokens per millisecond; None before the first step."""
-        return self._tokens / self._ms if self._ms > 0 else None

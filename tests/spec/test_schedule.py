@@ -20,7 +20,6 @@ from deepdraft.spec.protocol import Dice, Proposal
 from deepdraft.spec.schedule import (
     CostSchedule,
     FixedSchedule,
-    RateMeter,
     Schedule,
     ThresholdSchedule,
 )
@@ -299,7 +298,7 @@ def rates(
     tokens, ms = 0.0, 0.0
     fixed = [[0.0, 0.0] for _ in range(6)]
     for kind in kinds:
-        meter, gate = RateMeter(), DraftGate()
+        lately, gate = np.zeros(2), DraftGate()
         schedule = CostSchedule(table=table)
         for own in blocks(kind, 3000, seed=len(kind)):
             survivals = np.cumprod(own)
@@ -310,13 +309,14 @@ def rates(
             n, spent = 0, 0.0
             if drafts:
                 spent = draft_ms
-                got = schedule.allocate([list(own)], rate=meter.rate, spent_ms=spent)
+                rate = lately[0] / lately[1] if lately[1] else None
+                got = schedule.allocate([list(own)], rate=rate, spent_ms=spent)
                 n = got.num_drafts[0]
             stood = int(np.argmin(np.append(np.random.default_rng(n).random(n) < own[:n], False)))
             step = spent + table.step_ms(1 + n)
             gained = 1 + survivals[:n].sum()
             tokens, ms = tokens + gained, ms + step
-            meter.add(1 + stood, step)
+            lately = 0.98 * lately + (1 + stood, step)
             if drafts:
                 gate.record(gained, step, table.step_ms(1))
     return tokens / ms, [a / b for a, b in fixed]
@@ -343,21 +343,6 @@ def test_gated_drafting_stays_near_the_best_even_where_drafts_fail(kind: str) ->
     """Plain steps spend no draft time here; drafting costs a third of a step."""
     ours, fixed = rates([kind], CPU, draft_ms=7.0, gated=True)
     assert ours >= 0.97 * max(fixed)
-
-
-# The meter
-
-
-def test_meter_forgets() -> None:
-    meter = RateMeter(decay=0.5)
-    assert meter.rate is None
-    meter.add(2, 10.0)
-    assert meter.rate == pytest.approx(0.2)
-    for _ in range(40):
-        meter.add(6, 10.0)
-    assert meter.rate == pytest.approx(0.6)
-    with pytest.raises(ConfigError, match="decay"):
-        RateMeter(decay=1.0)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
