@@ -5,6 +5,7 @@ import torch
 
 from deepdraft.engine.runner import Runner
 from deepdraft.errors import ConfigError, StateError
+from deepdraft.models import v41_device
 from deepdraft.models.v41_device import DeviceV41, _pieces
 from tests.kernels.interpreter import DEVICE
 from tests.step import tiny
@@ -55,6 +56,29 @@ def test_what_cannot_run_is_refused():
     with pytest.raises(StateError, match="made last"):
         model.step([(state, [1])])
     assert other.num_free == 1 and state.num_tokens == 0
+
+
+def test_the_drafter_is_fed_as_many_rows_as_a_launch_takes(monkeypatch):
+    """After many steps without drafts more rows wait than products have counters for."""
+    model, taps = make(), torch.randn(21, 2 * tiny.args().hidden_size)
+    rings = []
+    for most in (64, 8):
+        monkeypatch.setattr(v41_device, "MOST_ROWS", most)
+        pool = model.new_pool(1, 48, slack=24)
+        state = pool.open()
+        state.token_ids.extend(range(21))
+        assert model.drafter is not None and pool.ring >= 21
+        sizes, feed = [], model.drafter.device_drafter.feed
+
+        def counted(rows, *more, feed=feed, sizes=sizes):
+            sizes.append(rows.shape[0])
+            feed(rows, *more)
+
+        monkeypatch.setattr(model.drafter.device_drafter, "feed", counted)
+        model.drafter.feed_all([(state, taps, 0)])
+        assert state.drafter_tokens == 21 and max(sizes) <= most and sum(sizes) == 24
+        rings.append(pool.caches.window_rows.clone())
+    assert torch.equal(*rings)
 
 
 def test_rows_are_cut_into_launches_in_order():
