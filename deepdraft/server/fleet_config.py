@@ -25,7 +25,7 @@ from deepdraft.errors import ConfigError
 
 _TABLES = ("engine", "server", "fleet", "replicas", "ray")
 _GPUS = (0, 1, 2, 4, 8)
-_MOST_FRONTS = 256
+_MOST_FRONTS, _MOST_DIRECTORY = 256, 36
 _PATHS = {
     "engine": ("kv_spill", "cost_table"),
     "server": ("tls_cert", "tls_key"),
@@ -134,9 +134,9 @@ class RayConfig:
         ok = self.cpus is None or is_int(self.cpus, 1)
         require(ok, "ray.cpus", self.cpus, "an integer >= 1, or absent")
         ok = self.directory is None or (
-            isinstance(self.directory, str) and 0 < len(self.directory) <= 40
+            isinstance(self.directory, str) and 0 < len(self.directory) <= _MOST_DIRECTORY
         )
-        rule = "a directory whose path has at most 40 characters (sockets lie in it), or absent"
+        rule = f"a path of at most {_MOST_DIRECTORY} characters (sockets lie in it), or absent"
         require(ok, "ray.directory", self.directory, rule)
         require_number("ray.start_s", self.start_s, 1)
         for name in ("cpus", "directory"):

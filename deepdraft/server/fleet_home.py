@@ -1,7 +1,7 @@
 """Where the Ray of a fleet is: its address, the token that it asks for, whether its `up` lives.
 
 Owns: the files of fleets that this user has started, the lock that ends with their process, the
-first look at an address.
+directory around Ray's, the first look at an address.
 Knows nothing of: Ray, which needs minutes to say that nothing answers.
 """
 
@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import socket
+import tempfile
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -18,6 +19,10 @@ from pathlib import Path
 from deepdraft.errors import ConfigError
 from deepdraft.server.fleet_config import FleetFile
 
+INNER = "r"
+"""Of Ray's own directory, short as its sockets' paths are bounded."""
+_MOST_TEMPORARY = 20
+"""Characters of the path of a temporary directory that leaves room for those."""
 _DIAL_S = 5.0
 _TRY_S = 1.0
 """So long a lock is asked for: `lives` of another process holds it for a moment."""
@@ -100,6 +105,23 @@ def forget(name: str) -> None:
     """The fleet has ended."""
     state_file(name).unlink(missing_ok=True)
     token_file(name).unlink(missing_ok=True)
+
+
+def outer_directory(kept: str | None) -> str:
+    """A directory that only this user may enter, with Ray's own in it, which Ray opens to all.
+    Raises ConfigError."""
+    try:
+        if kept is None:
+            short = len(tempfile.gettempdir()) <= _MOST_TEMPORARY
+            return tempfile.mkdtemp(prefix="ddfleet-", dir=None if short else "/tmp")
+        Path(kept).mkdir(mode=0o700, parents=True, exist_ok=True)
+        Path(kept, INNER).mkdir(exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"Ray's directory {error.filename or kept} cannot be used ({error.strerror}): choose "
+            "another ray.directory"
+        ) from error
+    return kept
 
 
 def address_of(fleet: FleetFile) -> str:

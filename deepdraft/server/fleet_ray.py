@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -24,11 +23,13 @@ from deepdraft.errors import ConfigError, EngineError
 from deepdraft.server.fleet_config import FleetFile
 from deepdraft.server.fleet_front import Front
 from deepdraft.server.fleet_home import (
+    INNER,
     address_of,
     check_reached,
     forget,
     held,
     new_token,
+    outer_directory,
     token_file,
     write_state,
 )
@@ -220,7 +221,8 @@ def deploy(deployed: Deployed, *, again: bool = False, in_place: bool = False) -
     try:
         _serve().run_many([target], wait_for_applications_running=False)
     except Exception as error:  # Ray has no class for it
-        raise ConfigError(f"Ray Serve does not take the fleet: {last_line(error)}") from error
+        said = last_line(error)
+        raise ConfigError(f"Ray Serve has no place for the fleet at /: {said}") from error
 
 
 def free_of_nodes() -> list[dict[str, float]]:
@@ -371,10 +373,10 @@ def _own_ray(fleet: FleetFile, say: Say) -> Generator[Any]:
     _settle_environment(new_token(fleet.name))
     ray: Any = importlib.import_module("ray")
     kept = fleet.ray.directory
-    directory = kept or tempfile.mkdtemp(prefix="ddfleet-")
+    directory = outer_directory(kept)
     whole = False
     try:
-        _start(ray, fleet.ray.cpus, directory)
+        _start(ray, fleet.ray.cpus, f"{directory}/{INNER}")
         write_state(fleet, ray.get_runtime_context().gcs_address)
         yield ray
         whole = True
@@ -384,7 +386,7 @@ def _own_ray(fleet: FleetFile, say: Say) -> Generator[Any]:
         if whole and kept is None:
             shutil.rmtree(directory, ignore_errors=True)
         elif not whole:
-            say(f"logs of Ray and of the replicas: {directory}/session_latest/logs")
+            say(f"logs of Ray and of the replicas: {directory}/{INNER}/session_latest/logs")
 
 
 def _start(ray: Any, cpus: int | None, directory: str) -> None:
@@ -476,7 +478,11 @@ def _deploy(ray: Any, fleet: FleetFile, stop: threading.Event, say: Say) -> None
     registry.clear()
     deployed = Deployed(fleet, version_of(fleet), __version__)
     registry.keep(deployed.encode())
-    deploy(deployed)
+    try:
+        deploy(deployed)
+    except ConfigError:
+        registry.clear()
+        raise
     running_s = 0.0
     while not stop.is_set():
         found = application(fleet.name)

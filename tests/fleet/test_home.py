@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Generator
 from pathlib import Path
@@ -16,7 +17,15 @@ from deepdraft.cli.main import main
 from deepdraft.errors import ConfigError
 from deepdraft.server import fleet_home, fleet_ray
 from deepdraft.server.fleet_config import FleetFile, RayConfig
-from deepdraft.server.fleet_home import address_of, check_reached, forget, held, lives, new_token
+from deepdraft.server.fleet_home import (
+    address_of,
+    check_reached,
+    forget,
+    held,
+    lives,
+    new_token,
+    outer_directory,
+)
 
 FLEET = FleetFile()
 SETTINGS_FRAME = bytes((0, 0, 6, 4, 0, 0, 0, 0, 0, 0, 5, 0, 0, 64, 0))
@@ -163,3 +172,25 @@ def test_an_address_that_is_no_directory_is_refused_without_its_password(
         said = capsys.readouterr().err
         assert "fleet.directory must be an address such as redis://" in said
         assert "hidden" not in said
+
+
+def test_nobody_else_enters_the_directory_of_rays_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray opens its own to all users of the machine: logs and sockets lie in it."""
+    made = Path(outer_directory(None))
+    assert made.stat().st_mode & 0o777 == 0o700
+    made.rmdir()
+    kept = tmp_path / "kept"
+    for _ in range(2):
+        assert outer_directory(str(kept)) == str(kept)
+        assert kept.stat().st_mode & 0o777 == 0o700 and (kept / fleet_home.INNER).is_dir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"choose another ray\.directory"):
+        outer_directory(str(tmp_path / "file"))
+    long = tmp_path / ("x" * 80)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    made = Path(outer_directory(None))
+    assert len(str(made)) <= 36, "the paths of sockets have room for no more"
+    made.rmdir()
