@@ -38,7 +38,7 @@ _NEXT = "And who else spoke of the road?"
 _STREAMS = (1, 2, 4, 8)
 _MIXED, _MIXED_TURNS, _TRIES = 12, 12, 4
 """Conversations of the short trace and their most turns; times its costs are set right."""
-_IDLE_S = 3.0
+_IDLE_S = 5.0
 _SETTLE_S, _SETTLED_S = 20.0, 0.1
 """A front hears its engines' counters every two seconds."""
 _STORED_S = 0.4
@@ -121,6 +121,8 @@ class Calibration:
         """`plan`: what is to be predicted; `runs`: of each measurement."""
         self._fleet, self._targets, self._plan, self._runs = fleet, targets, plan, runs
         self._tokens = max(16, plan.max_tokens)
+        self._idle, self._loop = 0.0, 1.0
+        """Processor time of nothing at all; what the engine's loop takes, in its steps."""
         self._number = random.SystemRandom().randrange(1 << 40)
         self._due = fleet.counters()[_ENDED]
         """Requests that the fleet will have counted."""
@@ -290,7 +292,7 @@ class Calibration:
         and whose texts are as long as those of a trace."""
         chats = [self._chat(0, 2400) for _ in range(max(_STREAMS))]
         gaps: list[int] = []
-        points, beside, wait_s = [], [], 0.0
+        points, wait_s = [], 0.0
         for streams in _STREAMS:
             with self._scene() as scene:
                 for _ in range(self._runs):
@@ -310,14 +312,12 @@ class Calibration:
             points.append(
                 (most, self._loop * most * counted[_DECODED] / (counted[_TOKENS] - count))
             )
-            side_s = self._side_s(scene) - costs.side_request_s * count
-            beside.append(side_s / counted[_TOKENS])
         return replace(
             costs,
             gap_tokens=max(0, round(statistics.fmean(gaps))),
+            gaps=tuple(sorted(max(0, gap) for gap in gaps)),
             resume_s=max(0.0, wait_s - costs.request_s),
             decode_s=rising(points),
-            side_token_s=max(0.0, statistics.median(beside)),
         )
 
     def _mixed(self, costs: Costs) -> Costs:
@@ -337,6 +337,12 @@ class Calibration:
             scene.answers += [d.answer for d in done]
             self._due += len(done)
             self._check(scene.answers)
+        side_s = self._side_s(scene) - costs.side_request_s * len(scene.answers)
+        costs = replace(
+            costs,
+            path_s=max(costs.path_s, scene.way_s),
+            side_token_s=max(0.0, side_s / max(1, sum(a.tokens for a in scene.answers))),
+        )
         trace = in_tokens(short, costs)
         for _ in range(_TRIES):
             own = simulate(trace, costs, FleetShape())
@@ -347,7 +353,7 @@ class Calibration:
                     costs.decode_s, self._loop * scene.counted[_DECODED] / own.decode_s
                 ),
             )
-        return replace(costs, path_s=max(costs.path_s, scene.way_s))
+        return costs
 
     # ---- two servers ------------------------------------------------------------------------
 

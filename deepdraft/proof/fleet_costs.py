@@ -51,6 +51,8 @@ class Costs:
     """What a part may take while others wait for their next token."""
     gap_tokens: int = 0
     """Of a known conversation, at its end, that are computed again."""
+    gaps: tuple[int, ...] = ()
+    """The same where it differs from turn to turn: as often as it was seen."""
     kv_token_bytes: float = 0.0
     kv_base_bytes: float = 0.0
     """Of a turn beside its tokens: checkpoints."""
@@ -176,8 +178,10 @@ def costs_of(data: dict[str, Any], where: str) -> Costs:
                 values[name] = tuple((float(x), float(y)) for x, y in values[name])
         if "capacity" in values:
             values["capacity"] = tuple(float(x) for x in values["capacity"])
+        if "gaps" in values:
+            values["gaps"] = tuple(int(x) for x in values["gaps"])
         for name, value in values.items():
-            if name in ("name", "prefill_s", "decode_s", "part_s", "capacity"):
+            if name in ("name", "prefill_s", "decode_s", "part_s", "capacity", "gaps"):
                 continue
             whole = name in (
                 *("max_running", "chunk", "joint_rows", "gap_tokens", "kv_most_turns"),

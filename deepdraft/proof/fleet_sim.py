@@ -185,7 +185,8 @@ class _Replica:
         if fleet.shape.sharing and chat.owner not in (-1, self.number):
             there = fleet.replicas[chat.owner].kept(chat)
         tokens = max(here, there)[0]
-        request.cached = min(max(0, tokens - costs.gap_tokens), request.prompt - 1)
+        gap = fleet.gap()
+        request.cached = min(max(0, tokens - gap), request.prompt - 1)
         request.read = request.cached
         if request.cached:
             request.source = "peer" if there > here else "host"
@@ -283,8 +284,12 @@ class _Replica:
         took_s = self.fleet.costs.read_s([(request.read, rows) for request, rows in group])
 
         def done() -> None:
-            # As the engine does it: processor time of the part.
-            self._pace.observe(sum(rows for _, rows in group), 1e3 * took_s)
+            # As the engine does it: processor time of the part, which grows where cores are shared.
+            assert self._job is not None
+            wall_s = self.fleet.now - self._job.started - begin_s
+            capacity = self.fleet.costs.capacity
+            seen_s = max(took_s, min(wall_s, took_s * len(capacity) / capacity[-1]))
+            self._pace.observe(sum(rows for _, rows in group), 1e3 * seen_s)
             for request, rows in group:
                 request.read += rows
                 self.rows += rows
@@ -353,6 +358,7 @@ class _Fleet:
         self._events: list[tuple[float, int, Then]] = []
         self._order = 0
         self._random = random.Random(f"routes {shape.seed}")
+        self._random_gap = random.Random(f"gaps {shape.seed}")
         machines = [
             Machine(self, costs.capacity, costs.side_idle)
             for _ in range(-(-shape.replicas // shape.per_machine))
@@ -391,6 +397,11 @@ class _Fleet:
 
         request.side.do(work, through)
         request.side.do(costs.side_request_s - work)
+
+    def gap(self) -> int:
+        """Tokens at a conversation's end that are computed again."""
+        costs = self.costs
+        return self._random_gap.choice(costs.gaps) if costs.gaps else costs.gap_tokens
 
     def _route(self, chat: _Chat) -> _Replica:
         routing = self.shape.routing

@@ -167,7 +167,7 @@ def test_costs_are_found_again(world: World, monkeypatch: pytest.MonkeyPatch) ->
     assert costs.gap_tokens == TRUE.gap_tokens
     assert costs.side_idle == pytest.approx(IDLE)
     assert costs.side_request_s == pytest.approx(CPU_REQUEST_S + CPU_TOKEN_S)
-    assert costs.side_token_s == pytest.approx(CPU_TOKEN_S, rel=0.2)
+    assert costs.gaps == (TRUE.gap_tokens,) * 64
     assert costs.chars_per_token == pytest.approx(3.0, rel=0.01)
     assert costs.turn_tokens == pytest.approx(8.0, abs=1.0)
     for streams in (1, 2, 4, 8):
@@ -209,6 +209,8 @@ def test_a_short_trace_sets_the_tables_right(world: World, monkeypatch: pytest.M
         TRUE,
         prefill_s=tuple((n, 1.3 * s) for n, s in TRUE.prefill_s),
         decode_s=tuple((n, 0.8 * s) for n, s in TRUE.decode_s),
+        path_s=0.05,
+        side_token_s=CPU_TOKEN_S,
     )
 
     def played(target: Any, trace: Any) -> list[Any]:
@@ -219,17 +221,18 @@ def test_a_short_trace_sets_the_tables_right(world: World, monkeypatch: pytest.M
             iteration_seconds_total=out.decode_s,
             e2e_request_latency_seconds_count=1,
         )
+        world.cpu += out.read_s + out.decode_s + 24 * CPU_TOKEN_S
         answer = Answer(first_s=0.05, end_s=0.1, tokens=24)
         return [type("Done", (), {"answer": answer})()]
 
     monkeypatch.setattr(fleet_calibrate, "conversations", played)
     one = calibration(world, 1)
-    one._loop = 1.0
     costs = one._mixed(TRUE)
     for tokens in (250, 1600):
         assert costs.prefill(tokens) == pytest.approx(1.3 * TRUE.prefill(tokens), rel=0.02)
     for streams in (1, 8):
         assert costs.round_s(streams) == pytest.approx(0.8 * TRUE.round_s(streams), rel=0.02)
+    assert costs.side_token_s == pytest.approx(CPU_TOKEN_S)
     assert costs.path_s == pytest.approx(0.05), "it is longer where much is at hand"
 
 

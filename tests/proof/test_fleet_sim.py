@@ -117,6 +117,14 @@ def test_a_later_turn_computes_what_is_new() -> None:
     assert first.end_s + 1.0 + second.end_s == pytest.approx(first.end_s + 1.0 + second.first_s)
 
 
+def test_what_is_computed_again_may_differ_from_turn_to_turn() -> None:
+    costs = replace(COSTS, gap_tokens=3, gaps=(1, 25, 25, 25))
+    out = play(chat(0.0, *[(100, 11)] * 40), costs=costs)
+    again = [t.known - t.cached for t in out.turns[1:]]
+    assert set(again) == {1, 25} and 3 <= again.count(1) <= 20
+    assert costs_of(json.loads(json.dumps(costs.as_dict())), "t") == costs
+
+
 def test_a_turn_elsewhere_fetches_what_is_not_there() -> None:
     costs = replace(
         COSTS, kv_token_bytes=10.0, kv_base_bytes=100.0, fetch_overhead_s=0.5, fetch_bytes_per_s=1e4
