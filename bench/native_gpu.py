@@ -36,7 +36,7 @@ from deepdraft.kernels.native.fragments import Streamed, StreamPlan  # noqa: E40
 
 PLANS = ROOT / "deepdraft" / "kernels" / "native" / "plans.py"
 Key = plans.Key
-FIELDS = ("groups", "step", "across", "down", "split", "depth", "fold", "bulk")
+FIELDS = ("groups", "step", "across", "down", "split", "depth", "fold", "bulk", "joined")
 
 
 def divisors(n: int) -> list[int]:

@@ -46,6 +46,7 @@ CASES: dict[str, tuple[str, int, int, int, StreamPlan | None]] = {
     "shared": ("fp8", 4608, 5120, 1, None),
     "w_in": ("fp8", 1792, 5120, 1, None),
     "main_proj": ("fp8", 5120, 15360, 1, None),
+    "engram": ("fp8", 25600, 6144, 1, None),
     "down": ("down", 5120, 2304, 1, None),
 }
 """What its rows are, rows, columns, blocks, the plan where it is not the usual one."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deepdraft.kernels import gemv, layout, moe, runtime
-from deepdraft.kernels.native import fragments, stream, trials
+from deepdraft.kernels.native import fragments, trials
 from deepdraft.kernels.runtime import pad_rows
 from deepdraft.ops import gemm
 from deepdraft.ops import moe as reference
@@ -96,6 +96,26 @@ def test_dense(shape):
         assert not streamed.arrivals.any()
 
 
+@needs_machine
+@on_cpu
+def test_bf16_rows_of_any_size():
+    _, rows, cols, blocks = next(shape for shape in DENSE if shape[0] == "bf16")
+    values, scales = dense_weight(rows, cols)
+    sizes = 2.0 ** torch.tensor([-120, -60, -20, -1, 0, 13, 40, 70], device=DEVICE)
+    x = (rows_of(8, cols * blocks, seed=6).float() * sizes[:, None]).bfloat16()
+    x[3] = 0
+    w = formats.dequantize_fp8_tile(values, scales, torch.float64).view(blocks, -1, cols)
+    want = x.double().view(8, blocks, cols).transpose(0, 1) @ w.transpose(1, 2)
+    want = want.transpose(0, 1).reshape(8, rows)
+    across = min(16, cols // 32)
+    plan = fragments.StreamPlan(cols // 32 // across, 1, across, 1, 1, 4)
+    streamed = fragments.stream_fp8(values, scales, plan)
+    got = gemv.gemv(x, streamed, blocks=blocks, dtype=torch.float32)
+    for row in range(8):
+        left = (got[row].double() - want[row]).norm()
+        assert float(left) <= 1e-6 * cols**0.5 * float(want[row].norm()), row
+
+
 @pytest.mark.parametrize("shape", DENSE)
 @needs_machine
 @on_cpu
@@ -120,39 +140,6 @@ def test_dense_rows_are_alone(shape):
             got = run(some)[: len(at)]
             runtime.use_programmatic_launch(False)
             assert torch.equal(bits(got), bits(full[at])), at
-
-
-@pytest.mark.parametrize(
-    "shape",
-    grid([(96, 320, 64)], [(32768, 1280, 512), (36864, 1280, 512), (4096, 1280, 512)]),
-)
-@needs_machine
-@on_cpu
-def test_rows_normed_by_every_block(shape):
-    rows, cols, more = shape
-    eps, norm = 1e-6, rows_of(8, cols, seed=5)[0].float() + 1
-    values, scales = dense_weight(rows, cols)
-    x = rows_of(16, cols + more, seed=3) * 7
-    exact = x[:, :cols].double()
-    exact = exact * (exact.square().mean(1, keepdim=True) + eps).rsqrt() * norm.double()
-    w = formats.dequantize_fp8_tile(values, scales, torch.float64)
-    want = gemm.quantize_rows(exact.bfloat16()).dequantize(torch.float64) @ w.T
-    usual = usual_plan(rows, cols)
-    plans = [p for p in fragments.stream_plans("fp8", cols // 32) if p.split == 1]
-    plans = [plans[0], dataclasses.replace(plans[1], bulk=1)] + [usual] * (DEVICE == "cuda")
-    for plan in plans:
-        streamed = fragments.stream_fp8(values, scales, plan)
-        assert stream.takes_norm(streamed)
-        got = stream.normed_gemv(x, norm, streamed, norm_eps=eps)
-        assert relative(got, want) < 5e-3, plan
-        for at in ([3], [9, 0, 15], list(range(16))[::-1]):
-            some = x.new_full((-(-len(at) // 8) * 8, x.shape[1]), float("nan"))
-            some[: len(at)] = x[at]
-            alone = stream.normed_gemv(some, norm, streamed, norm_eps=eps)[: len(at)]
-            assert torch.equal(bits(alone), bits(got[at])), (plan, at)
-    parts = fragments.stream_fp8(values, scales, dataclasses.replace(plans[0], split=2))
-    with pytest.raises(ValueError, match="in one part"):
-        stream.normed_gemv(x, norm, parts, norm_eps=eps)
 
 
 def expert_weights(shape):

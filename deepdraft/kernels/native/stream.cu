@@ -22,7 +22,6 @@
 //   OUT    dense: 0 bf16, 1 float32, 2 bf16 values quantised to FP8 in groups of 32
 //   JOINED dense, 1: the SPLIT parts of the columns are the blocks of a cluster; the sums of the others
 //          go into the first one's shared memory, which finishes (the same bits)
-//   NORM   dense FP8 x FP8, 1: rows come as bf16 and are normed and quantised by every block for itself
 //   BULK   defined or not: how weights are copied (the same bits)
 //   EVERY_LANE  every lane arrives at the barriers of the sums, as racecheck follows it (the same bits)
 //   SHARED_BYTES  of dynamic shared memory
@@ -33,9 +32,6 @@
 
 #ifndef EVERY_LANE
 #define EVERY_LANE 0
-#endif
-#ifndef NORM
-#define NORM 0
 #endif
 #ifndef JOINED
 #define JOINED 0
@@ -72,13 +68,12 @@ static_assert(NG % ST == 0, "a step holds whole groups");
 static_assert(!FP4 || DEPTH <= 2 * STEPS, "there is room for the scales of two units ahead");
 static_assert(FP4 || !FOLD, "dense products apply scales to sums");
 static_assert(!JOINED || (!FP4 && SPLIT > 1 && WK > 1), "parts of dense products are joined by the warps that add");
-static_assert(!NORM || (KIND == 1 && SPLIT == 1), "a block that norms rows has all their columns");
 
 struct Params {
     const u8* w;             // codes in fragment order (layout of fragments.py)
     const u8* ws;            // E8M0 bytes
     const void* x;           // FP8 codes u8 [R, X]; bf16 [R, X]; down: bf16 [R * picks, K]
-    const float* xs;         // FP8: scales [X / 32, R]; NORM: weights of the norm [K]
+    const float* xs;         // FP8: scales [X / 32, R]
     void* y;                 // dense [R, N]; experts: bf16 [R * picks, N], N = F for up
     float* ys;               // OUT 2: scales [N / 32, R]
     float* part;             // SPLIT > 1: [row tiles, units of 32, SPLIT, 256]
@@ -90,7 +85,7 @@ struct Params {
     int x_width;             // values of a row of x
     int block_units;         // dense: units of a block of a block-diagonal map, 0: none
     int picks, places;
-    float limit;             // up: of SwiGLU; NORM: what is added to the mean square
+    float limit;
     int early;               // launched programmatically: rings are filled before the rows are there
     int late, less;          // so many blocks, the last ones, have `less` 256ths less work
 };
@@ -218,11 +213,6 @@ struct Shared {
     alignas(8) u64 gone[2];      // the others: they have been read
     alignas(16) float4 others[2][SPLIT - 1][WM][2][32];
 #endif
-#if NORM
-    alignas(8) u64 squared;
-    float squares[WARPS][8];
-    alignas(16) float norm[WK * NG * 32];
-#endif
 #ifndef BULK
     alignas(16) u8 ring[WARPS][RING_BYTES];
 #else
@@ -306,11 +296,6 @@ stream_kernel(const __grid_constant__ Params p) {
     const int sets = (p.units + WM - 1) / WM;
     const int wk = warp % WK, wm = warp / WK, g = lane >> 2, t = lane & 3;
     if (!FP4) launch_dependents();
-#if NORM
-    for (int i = threadIdx.x; i < WK * NG * 32; i += WARPS * 32)
-        if (warp < WARPS) sh.norm[i] = p.xs[i];
-    if (threadIdx.x == 0) barrier_init(shared_address(&sh.squared), WARPS);
-#endif
     if (warp == 0) {
         if (FP4 && lane == 0) barrier_init(shared_address(&sh.listed), 1);
         if (lane < 2 && WK > 1) {
@@ -535,18 +520,6 @@ stream_kernel(const __grid_constant__ Params p) {
     Picks picks;
     // What the rows and the picks in registers belong to.
     int held = rows_of(k), held_picks = -1;
-#if NORM
-    // Every warp has some columns of all rows; their squares are added in the order of the warps.
-    const float own = own_squares(raw_rows);
-    if (t == 0) sh.squares[warp][g] = own;
-    __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&sh.squared));
-    barrier_wait(shared_address(&sh.squared), 0);
-    float squares = 0.f;
-#pragma unroll
-    for (int j = 0; j < WK; j++) squares += sh.squares[wm * WK + j][g];
-    norm_rows(raw_rows, sh.norm + wk * 32 + 8 * t, rsqrtf(squares / (WK * NG * 32) + p.limit));
-#endif
     take_rows(rows, raw_rows, t);
 #ifndef BULK
     u32 ring_at = mine;

@@ -104,11 +104,9 @@ def available(device: torch.device) -> bool:
     return True
 
 
-def macros(kind: int, plan: StreamPlan, output: int, *, norm: bool = False) -> dict[str, int]:
+def macros(kind: int, plan: StreamPlan, output: int) -> dict[str, int]:
     """Macros of one variant of stream.cu."""
     more = {"BULK": 1} if plan.bulk else {}
-    if norm:
-        more["NORM"] = 1
     if plan.joined:
         more["JOINED"] = 1
     if trials.on("lanes"):
@@ -117,15 +115,12 @@ def macros(kind: int, plan: StreamPlan, output: int, *, norm: bool = False) -> d
         **more, "KIND": kind, "NG": plan.groups, "ST": plan.step, "WK": plan.across,
         "WM": plan.down,
         "SPLIT": plan.split, "DEPTH": plan.depth, "FOLD": plan.fold, "OUT": output,
-        "SHARED_BYTES": shared_bytes(kind, plan, norm=norm),
+        "SHARED_BYTES": shared_bytes(kind, plan),
     }  # fmt: skip
 
 
-def shared_bytes(kind: int, plan: StreamPlan, *, norm: bool = False) -> int:
+def shared_bytes(kind: int, plan: StreamPlan) -> int:
     """Dynamic shared memory of one block."""
-    if norm:  # weights of the norm, the warps' sums of squares, a barrier
-        columns = 32 * plan.across * plan.groups
-        return shared_bytes(kind, plan) + 4 * columns + 32 * plan.warps + 16
     warps, fp4 = plan.warps, kind >= UP
     sums = (2 * warps if plan.across > 1 else 1) * 1024
     if plan.joined:
@@ -143,10 +138,8 @@ def threads(plan: StreamPlan) -> int:
     return 32 * (plan.warps + (plan.across > 1) + plan.bulk)
 
 
-def _kernel(
-    device: torch.device, kind: int, plan: StreamPlan, output: int, *, norm: bool = False
-) -> build.Kernel:
-    made = macros(kind, plan, output, norm=norm)
+def _kernel(device: torch.device, kind: int, plan: StreamPlan, output: int) -> build.Kernel:
+    made = macros(kind, plan, output)
     return _loaded(device, tuple(made.items()), threads(plan))
 
 
@@ -171,16 +164,15 @@ def _checked(*tensors: Tensor) -> torch.device:
 
 
 def _launch(
-    device: torch.device, kind: int, w: Streamed, output: int, row_tiles: int, *,
-    norm: bool = False, **fields: object,
-) -> None:  # fmt: skip
+    device: torch.device, kind: int, w: Streamed, output: int, row_tiles: int, **fields: object
+) -> None:
     programmatic = programmatic_launch()
     params = _Params(
         early=programmatic, w=w.values.data_ptr(), ws=w.scales.data_ptr(), groups=w.cols // 32,
         units=w.rows // 32, arrive=w.arrivals.data_ptr(),
         **{k: v.data_ptr() if isinstance(v, Tensor) else v for k, v in fields.items()},
     )  # fmt: skip
-    kernel = _kernel(device, kind, w.plan, output, norm=norm)
+    kernel = _kernel(device, kind, w.plan, output)
     blocks = _multiprocessors(device) * w.plan.blocks
     if w.plan.joined:
         blocks -= blocks % w.plan.split  # whole clusters
@@ -223,29 +215,6 @@ def gemv(
         block_units=w.rows // blocks // 32 if blocks > 1 else 0,
     )  # fmt: skip
     return y, scales
-
-
-def takes_norm(w: Streamed) -> bool:
-    """Whether `normed_gemv` has a kernel for this matrix: a block needs all columns of its rows."""
-    return w.kind == "fp8" and w.plan.split == 1
-
-
-def normed_gemv(x: Tensor, weight: Tensor, w: Streamed, *, norm_eps: float) -> Tensor:
-    """RMS norm of the first K columns of x bfloat16 [R, N], quantised to FP8, times w [M, K]:
-    bfloat16 [R, M]. Each block norms the rows for itself, so no launch lies between."""
-    rows, width = x.shape
-    if not takes_norm(w) or rows % ROW_TILE or width < w.cols or weight.shape != (w.cols,):
-        raise ValueError(
-            f"{tuple(x.shape)=} must be [multiple of {ROW_TILE}, {w.cols} or more] and the norm "
-            f"{tuple(weight.shape)} of {w.cols} for FP8 weights in one part"
-        )
-    device = _checked(x, weight, w.values)
-    y = torch.empty(rows, w.rows, dtype=torch.bfloat16, device=device)
-    _launch(
-        device, FP8_ROWS, w, 0, rows // ROW_TILE, norm=True, x=x, xs=weight, y=y, rows=rows,
-        x_width=width, limit=norm_eps,
-    )  # fmt: skip
-    return y
 
 
 def kept_from(w: Streamed) -> int:

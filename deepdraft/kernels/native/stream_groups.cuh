@@ -68,7 +68,7 @@ __device__ __forceinline__ void fetch_rows(RawRows& r, const Params& p, int row_
 #pragma unroll
     for (int i = 0; i < NG; i++) {
         r.v[i] = make_uint4(0, 0, 0, 0);
-        if (BF16_ROWS || DOWN || NORM) {
+        if (BF16_ROWS || DOWN) {
             if (slot >= 0) r.v[i] = *(const uint4*)((const u16*)p.x + at + i * 32 * WK);
         } else {
             const uint2 two = *(const uint2*)((const u8*)p.x + at + i * 32 * WK);
@@ -80,40 +80,8 @@ __device__ __forceinline__ void fetch_rows(RawRows& r, const Params& p, int row_
     }
 }
 
-#if NORM
-// Sum of squares of row g's columns in this warp, in all four threads of the row.
-__device__ __forceinline__ float own_squares(const RawRows& r) {
-    float sum = 0.f;
-#pragma unroll
-    for (int i = 0; i < NG; i++) {
-        const u32 words[4] = {r.v[i].x, r.v[i].y, r.v[i].z, r.v[i].w};
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const float low = bf16_value(words[j] & 0xFFFF), high = __uint_as_float(words[j] & 0xFFFF0000u);
-            sum += low * low, sum += high * high;
-        }
-    }
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    return sum + __shfl_xor_sync(~0u, sum, 2);
-}
-// Values times `inverse` and their channels' weights; `weight` is that of the thread's first column.
-__device__ __forceinline__ void norm_rows(RawRows& r, const float* weight, float inverse) {
-#pragma unroll
-    for (int i = 0; i < NG; i++) {
-        u32 words[4] = {r.v[i].x, r.v[i].y, r.v[i].z, r.v[i].w};
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const float* own = weight + i * 32 * WK + 2 * j;
-            const float low = bf16_value(words[j] & 0xFFFF), high = __uint_as_float(words[j] & 0xFFFF0000u);
-            words[j] = pack_bf16(low * inverse * own[0], high * inverse * own[1]);
-        }
-        r.v[i] = make_uint4(words[0], words[1], words[2], words[3]);
-    }
-}
-#endif
-
 // bf16 values -> halves relative to the largest of the row in this warp, which lies at 2**14: exact
-// down to 2**-28 of it, and what loses bits below that no float32 sum beside it would keep.
+// down to 2**-31 of it, and what loses bits below that no float32 sum beside it would keep.
 __device__ __forceinline__ void take_halves(Rows& r, const RawRows& given, int t) {
     float most = 0.f;
 #pragma unroll
@@ -149,7 +117,7 @@ __device__ __forceinline__ void take_rows(Rows& r, const RawRows& given, int t) 
     for (int i = 0; i < NG; i++) {
         const u32 words[4] = {given.v[i].x, given.v[i].y, given.v[i].z, given.v[i].w};
         codes[i][0] = words[0], codes[i][1] = words[1], own_scale[i] = given.s[i].x;
-        if (DOWN || NORM) {  // quantised here in groups of 32: the arithmetic of gemv.quantize_groups
+        if (DOWN) {  // quantised here in groups of 32: the arithmetic of gemv.quantize_groups
             float f[8], most = 0.f;
 #pragma unroll
             for (int j = 0; j < 4; j++) {
@@ -168,8 +136,8 @@ __device__ __forceinline__ void take_rows(Rows& r, const RawRows& given, int t) 
 #if !FOLD
         r.x[i][0] = codes[i][0], r.x[i][1] = codes[i][1];
         const int si = BF16_ROWS ? 0 : i;
-        r.s[si][0] = DOWN || NORM ? __shfl_sync(~0u, own_scale[i], 8 * t) : given.s[i].x;
-        r.s[si][1] = DOWN || NORM ? __shfl_sync(~0u, own_scale[i], 8 * t + 4) : given.s[i].y;
+        r.s[si][0] = DOWN ? __shfl_sync(~0u, own_scale[i], 8 * t) : given.s[i].x;
+        r.s[si][1] = DOWN ? __shfl_sync(~0u, own_scale[i], 8 * t + 4) : given.s[i].y;
         if (FP4) r.s[si][0] *= 16384.f, r.s[si][1] *= 16384.f;
 #endif
     }
