@@ -350,8 +350,7 @@ def test_a_server_that_stops_leaves_its_conversations(make_peer: MakePeer, tmp_p
     plain = make_peer(kv_memory=0)
     try:
         leaving, staying = (
-            make_peer(fleet={"directory": server.url, "name": f"n{i}", "fetch": "never"})
-            for i in range(2)
+            make_peer(fleet={"directory": server.url, "name": f"n{i}"}) for i in range(2)
         )
         wait = threading.Event()
         while server.cli("HLEN", f"{{{space_of(leaving)}}}:members") != 2:
@@ -368,6 +367,7 @@ def test_a_server_that_stops_leaves_its_conversations(make_peer: MakePeer, tmp_p
             assert told(warm)[0] == told(ask(plain, messages))[0]
             details = warm.json()["usage"]["prompt_tokens_details"]
             assert details["cache_source"] == "peer" and details["cached_tokens"] > 32
+        assert staying.stats()["kv_fetch_hit"] == 3, "what was offered; nothing for the turns"
     finally:
         server.stop()
 
