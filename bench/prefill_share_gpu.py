@@ -88,6 +88,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     options = arguments()
     options.json.unlink(missing_ok=True)
+    options.json.with_suffix(".ended").unlink(missing_ok=True)
     env = {**os.environ, **NVLINK_MULTICAST_OFF}
     if options.dry_run:
         file = options.json.with_suffix(".memory")
@@ -515,8 +516,12 @@ def work(me: Rank) -> None:
             del shared
         if not options.dry_run:
             torch.cuda.empty_cache()
+        ended = options.json.with_suffix(".ended")
         if "alone" in parts and me.rank == 0:
             one_gpu(bench, args, estimate, "alone-million" in parts)
+            ended.touch()
+        while "alone" in parts and not ended.exists():
+            time.sleep(0.2)  # not in an exchange, which would keep this GPU busy
     bench.note("wall_s", round(time.monotonic() - bench.begin, 1))
     bench.together()
 
