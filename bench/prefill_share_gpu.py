@@ -543,9 +543,8 @@ def one_gpu(bench: Bench, args: V41Args, estimate: float, million: bool) -> None
             return 1.0
         return bench_prefill.timed(run, repeats=repeats, warm=0)
 
-    for tokens in (8192, 65536) if million else ():
-        alone.prompt(tokens)
-        whole_prompt(bench, alone, tokens, "one GPU")
+    if million:
+        alone.prompt(65536)
     if million and left() > 2.1 * estimate + 3:
         whole_prompt(bench, alone, bench.options.tokens, "one GPU")
     if left() > 25 or bench.dry:
