@@ -35,7 +35,6 @@ from deepdraft.arch import V41Args  # noqa: E402
 from deepdraft.checkpoint.config import parse_args  # noqa: E402
 from deepdraft.engine.dummy import DummyWeights, dummy_args  # noqa: E402
 from deepdraft.errors import RankError  # noqa: E402
-from deepdraft.kernels.native import stream, trials  # noqa: E402
 from deepdraft.kernels.one_shot import OneShot  # noqa: E402
 from deepdraft.kernels.runtime import use_programmatic_launch  # noqa: E402
 from deepdraft.models.v41_buffers import DeviceCaches, RowInputs  # noqa: E402
@@ -63,6 +62,7 @@ ROWS = ((6, 22), (6, 35), (8, 25), (1, 6), (2, 11), (4, 18))
 CAPACITY = 8 * 65536
 DATA = 4 * 65536
 """Words of a mailbox for sums, and for logits as they are, two in a word."""
+BRIEF = "one-shot, programmatic launch", "none, programmatic launch"
 
 
 def log(text: str) -> None:
@@ -109,7 +109,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pool", type=int, default=96)
     parser.add_argument("--replays", type=int, default=400, help="of one case of part stress")
     parser.add_argument(
-        "--more", default="timeline", help="of part whole: timeline, trials, plans, brief"
+        "--more",
+        default="rows,timeline",
+        help="of part whole: rows (all of them), timeline, trials, plans, brief",
     )
     return parser.parse_args()
 
@@ -372,12 +374,12 @@ def whole(group: ProcessGroup, options: argparse.Namespace, note) -> None:
         "none, programmatic launch": NoExchange(group.size, tables),
     }
     if "brief" in options.more:
-        ways = {name: ways[name] for name in ("one-shot, programmatic launch",)}
+        ways = {name: way for name, way in ways.items() if name in BRIEF}
     first = next(iter(ways))
     for name, way in ways.items():
         bench.joins, exchange.apart = way, "own" in name
         use_programmatic_launch("programmatic" in name)
-        for rows, experts in ROWS if name == first and len(ways) > 1 else ROWS[:1]:
+        for rows, experts in ROWS if name == first and "rows" in options.more else ROWS[:1]:
             if time.monotonic() - begin > options.seconds - 15:
                 note(f"{name}, rows {rows} experts {experts}", "no time left")
                 continue
@@ -438,19 +440,8 @@ def try_plans(bench: RankBench, group: ProcessGroup, note, until: float) -> None
     note("layers and head again", layers())
 
 
-@contextlib.contextmanager
-def late(less: int):
-    """Blocks of the up map that the shared expert keeps waiting have so many 256ths less to do."""
-    usual, stream.LATE = stream.LATE, less
-    with trials.using("late"):
-        yield
-    stream.LATE = usual
-
-
-TRIALS = {
-    **{f"late blocks have {n}/256 less": lambda _, n=n: late(n) for n in (40, 66, 90)},
-    "usual again": contextlib.nullcontext,
-}
+TRIALS = {"usual again": contextlib.nullcontext}
+"""Forms to be tried: a context each, given the bench."""
 
 
 def timeline(bench: RankBench, options: argparse.Namespace, rank: int, name: str) -> str:

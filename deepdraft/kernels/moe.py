@@ -343,27 +343,19 @@ def _options(w: Tiled) -> dict[str, int]:
 
 
 def routed_up(
-    x: QuantRows,
-    listed: ExpertList,
-    weights: Tensor,
-    w13: Tiled | Streamed,
-    *,
-    limit: float,
-    beside: Tiled | Streamed | None = None,
+    x: QuantRows, listed: ExpertList, weights: Tensor, w13: Tiled | Streamed, *, limit: float
 ) -> QuantRows | Tensor:
     """x [R, D] through the up half of its picked experts: FP8 [R * K, F] (contract: ops.moe).
 
     weights float32 [R, K]; w13 [E, 2F, D] tiled from `layout.interleave_pair`. Rows of picks that
     are -1 are left as they were. Of streamed weights: the bfloat16 values before quantisation.
-    `beside`: weights of a product launched before this one and not waited for.
     """
     rows, hidden = x.codes.shape
     k = weights.shape[1]
     _check_experts(w13, listed, rows, k, hidden)
     if isinstance(w13, Streamed):
-        late = stream.kept_from(beside) if isinstance(beside, Streamed) and rows == 8 else 0
         return stream.routed_up(
-            x.codes, x.scales, listed.experts, listed.slots, weights, w13, limit=limit, late=late
+            x.codes, x.scales, listed.experts, listed.slots, weights, w13, limit=limit
         )
     plan = w13.plan
     if plan.tile % GROUP:

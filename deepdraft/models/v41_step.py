@@ -33,7 +33,6 @@ from deepdraft.kernels import (
     rows,
 )
 from deepdraft.kernels.gemv import QuantRows
-from deepdraft.kernels.native import trials
 from deepdraft.models.v41_buffers import DeviceCaches, RowInputs
 from deepdraft.models.v41_joins import Joins
 from deepdraft.models.v41_weights import (
@@ -200,8 +199,7 @@ def run_experts(
     if "experts" in skip:
         y = v.new_zeros(v.shape[0], w.picks, v.shape[1])
     else:
-        beside = w.shared13 if trials.on("late") and "shared" not in skip else None
-        up = moe.routed_up(v_quant, listed, weights, w.w13, limit=limit, beside=beside)
+        up = moe.routed_up(v_quant, listed, weights, w.w13, limit=limit)
         y = moe.routed_down(up, listed, w.w2, picks=w.picks)
     if "shared" not in skip:
         lanes.join("side")

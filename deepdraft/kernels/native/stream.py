@@ -30,10 +30,6 @@ FP8_ROWS, BF16_ROWS, UP, DOWN = 1, 2, 3, 4
 _OUTPUTS = {torch.bfloat16: 0, torch.float32: 1, torch.uint8: 2}
 
 
-LATE = 66
-"""256ths of the work that a late block has less than another one."""
-
-
 class _Params(ctypes.Structure):
     """`Params` of stream.cu."""
 
@@ -43,7 +39,7 @@ class _Params(ctypes.Structure):
         *((n, ctypes.c_int) for n in ("rows", "groups", "units", "x_width", "block_units")),
         *((n, ctypes.c_int) for n in ("picks", "places")),
         ("limit", ctypes.c_float),
-        *((n, ctypes.c_int) for n in ("early", "late", "less")),
+        ("early", ctypes.c_int),
     )
 
 
@@ -217,27 +213,19 @@ def gemv(
     return y, scales
 
 
-def kept_from(w: Streamed) -> int:
-    """How many multiprocessors a product of w with one tile of rows keeps from what is launched
-    beside it, where these are not all."""
-    tasks = w.plan.split * -(-w.rows // 32 // w.plan.down)
-    return tasks if w.plan.blocks == 1 and tasks < _multiprocessors(w.values.device) else 0
-
-
 def routed_up(
     codes: Tensor, scales: Tensor, experts: Tensor, slots: Tensor, weights: Tensor, w13: Streamed,
-    *, limit: float, late: int = 0,
+    *, limit: float,
 ) -> Tensor:  # fmt: skip
     """FP8 rows [R, D] through the up half of their picked experts: bfloat16 [R * K, F], not yet
-    quantised (`routed_down` does it). Rows of picks that are -1 are left as they were. `late`: so
-    many blocks start later than the others, and have less to do (the same bits)."""
+    quantised (`routed_down` does it). Rows of picks that are -1 are left as they were."""
     device = _checked(codes, scales, experts, slots, weights, w13.values)
     rows, k = weights.shape
     y = torch.empty(rows * k, w13.rows // 2, dtype=torch.bfloat16, device=device)
     _launch(
         device, UP, w13, 0, rows // ROW_TILE, x=codes, xs=scales, y=y, experts=experts,
         slots=slots, weights=weights, rows=rows, x_width=w13.cols, picks=k,
-        places=experts.shape[1], limit=limit, late=late, less=LATE if late else 0,
+        places=experts.shape[1], limit=limit,
     )  # fmt: skip
     return y
 

@@ -15,7 +15,6 @@ from deepdraft.errors import ConfigError
 SETTING = "DEEPDRAFT_TRIALS"
 NAMES = {
     "lanes": "every lane arrives at the barriers of sums (racecheck; slower)",
-    "late": "experts up: blocks that the shared expert keeps from starting have less to do",
 }
 _chosen: frozenset[str] | None = None
 
