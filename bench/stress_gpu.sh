@@ -25,6 +25,6 @@ echo "checks passed: $(cat "$O"/check-*.log | grep -c '"passed": true'), failed:
 s=$(left); CUDA_VISIBLE_DEVICES=0 timeout -k 5 "$s" python3 -W ignore $B/stress_gpu.py --json "$O/stress.json" --seconds $(( s - 4 )) > "$O/stress.log" 2>&1
 grep -h '^-- ' "$O/stress.log" | cut -c1-420; grep -h 'Error' "$O/stress.log" | head -5; pack
 if [ "$GPUS" -ge 2 ]; then
-  timeout -k 5 80 python3 -W ignore $B/tp2_step_gpu.py --json "$O/tp2.json" --seconds 75 --parts stress,whole --replays 150 > "$O/tp2.log" 2>&1
+  timeout -k 5 80 python3 -W ignore $B/tp2_step_gpu.py --json "$O/tp2.json" --seconds 75 --parts stress,whole --more brief --replays 150 > "$O/tp2.log" 2>&1
   tail -14 "$O/tp2.log" | cut -c1-200
 fi
