@@ -21,7 +21,7 @@ from deepdraft.errors import ConfigError
 from deepdraft.kernels.one_shot import OneShot
 from deepdraft.kernels.runtime import ROW_TILE
 from deepdraft.models.deepseek_v41 import PrefillMode
-from deepdraft.models.v41_device import MOST_ROWS, DeviceV41
+from deepdraft.models.v41_device import MOST_ROWS, DeviceV41, enough_memory
 from deepdraft.models.v41_joins import RankJoins
 from deepdraft.models.v41_prefill_plan import exchange_bytes
 from deepdraft.models.v41_prefill_share import Regions, RowShare, own_tables
@@ -110,7 +110,8 @@ def open_gpu_rank(
     if shares:
         plan = prefill_plan(args, more.get("max_context"), room, prefill_chunk, ranks=me.size)
         room -= plan.workspace
-        memory = SymmetricMemory(exchange_bytes(args, plan.rows, me.size))
+        with enough_memory("the memory of prompts was taken"):
+            memory = SymmetricMemory(exchange_bytes(args, plan.rows, me.size))
         model.share_prefill(RowShare(group, Regions(args, plan.rows, memory), tables), plan.rows)
     wanted = more.get("state_bytes")
     more["state_bytes"] = room if wanted is None else min(wanted, room)
