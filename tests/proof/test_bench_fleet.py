@@ -17,6 +17,7 @@ from deepdraft.errors import ConfigError
 from deepdraft.proof.bench_fleet import (
     Case,
     Router,
+    at_its_pace,
     cases,
     check_counts,
     checks,
@@ -125,6 +126,22 @@ def test_a_prediction_is_compared() -> None:
     row = {"name": "x", "case": {"sharing": False, "routing": "own", "count": 1}}
     found = checks([{**row, "measured": real, "compared": compared}])
     assert found == {"predictions": {"worst_off": 0.1, "ok": True}}
+
+
+def test_a_run_is_predicted_at_its_pace() -> None:
+    plan = TracePlan(conversations=12, rate=0.5, document_chars=2000, seed=3)
+    costs = Costs(prefill_s=((256.0, 0.2), (1024.0, 0.9)), decode_s=((1.0, 0.02), (4.0, 0.03)))
+    case = Case("servers", 1, False, "own")
+    real = predict(case, plan, costs.slower(1.3), per_machine=1)
+    pace, thought = at_its_pace(case, plan, costs, real["engines_busy"])
+    assert pace == pytest.approx(1.3, rel=0.01)
+    for name, figure in compare(real, thought).items():
+        assert abs(figure["off"] or 0.0) < 0.02, (name, figure)
+    assert abs(compare(real, predict(case, plan, costs, 1))["first_turn_ms_p50"]["off"]) > 0.2
+    assert at_its_pace(case, plan, costs, None) == (1.0, predict(case, plan, costs, 1))
+    row = {"name": "x", "case": {"sharing": False, "routing": "own", "count": 1}, "measured": real}
+    busy = {"engines_busy": {"off": 0.5}, "tokens_per_s": {"off": 0.1}}
+    assert checks([{**row, "compared": busy}])["predictions"] == {"worst_off": 0.1, "ok": True}
 
 
 def test_checks_compare_with_stickiness() -> None:
