@@ -396,6 +396,13 @@ def small_timed(o: Operands, rows: int) -> Iterator[Timed]:
 Cases = Callable[[], Iterator[Timed]]
 
 
+ATTENTION_PLANS = tuple(
+    attention.AttentionPlan(*p)
+    for p in ((16, 64, 4, 3), (16, 64, 4, 2), (32, 64, 4, 3), (16, 128, 4, 2), (64, 64, 4, 3),
+              (16, 64, 2, 3), (32, 64, 8, 3))
+)  # fmt: skip
+
+
 def timed_groups(o: Operands, plans: dict[str, layout.Plan]) -> Iterator[tuple[str, Cases]]:
     """(name, its cases); a group whose operands cannot be made does not stop the others. `plans`:
     of weights by the names of `tune_cases`, in place of the defaults; then only those."""
@@ -580,67 +587,3 @@ def index_rows(o: Operands, b: Batch) -> Callable[[Sequence[int]], tuple[Tensor,
         return top.address, blocks.numbers, second.entries
 
     return run
-
-
-# ---- tuning --------------------------------------------------------------------------------
-
-
-WAYS = ((4, 4), (4, 2), (8, 4), (2, 2))
-"""Groups of a step and warps that share them."""
-
-
-def dense_variants(rows: int, cols: int, blocks: int, kind: str) -> Iterator[layout.Plan]:
-    """Plans worth timing for one dense shape."""
-    for tile in (b for b in (32, 64) if rows // blocks % b == 0):
-        for step, warps in WAYS[:3]:
-            steps = -(-cols // 32 // step)
-            wanted = {-(-n // (rows // tile)) for n in (264, 512, 1024)}
-            for split in sorted({-(-steps // -(-steps // w)) for w in wanted if w <= steps}):
-                yield layout.Plan(tile, step, split, warps, 3)
-
-
-def expert_variants(rows: int, cols: int, up: bool) -> Iterator[layout.Plan]:
-    for tile in (b for b in (32, 64) if rows // 2 % b == 0):
-        for step, warps in WAYS:
-            steps = -(-cols // 32 // step)
-            for split in (1, 2, 4):
-                if split > 1 and steps // split < 4:
-                    continue
-                plan = layout.Plan(tile, step, split, warps, 3)
-                yield plan
-                if (step, warps) == (4, 4):
-                    yield replace(plan, registers=96 if tile == 64 else 64)
-
-
-ATTENTION_PLANS = tuple(
-    attention.AttentionPlan(*p)
-    for p in ((16, 64, 4, 3), (16, 64, 4, 2), (32, 64, 4, 3), (16, 128, 4, 2), (64, 64, 4, 3),
-              (16, 64, 2, 3), (32, 64, 8, 3))
-)  # fmt: skip
-
-
-def tune_cases(
-    o: Operands,
-) -> Iterator[tuple[str, tuple[str, int, int], layout.Plan, Callable[[], Timed]]]:
-    """(shape, its key in `plans.MEASURED`, plan, how to make its case), the most valuable first."""
-    s = o.sizes
-    last = max(s.slices)
-    for part in sorted(s.slices, key=lambda p: (p != 1, p != last, p)):
-        width = s.width // part
-        for up in (True, False):
-            rows, cols = (2 * width, s.hidden) if up else (s.hidden, width)
-            for plan in expert_variants(rows, cols, up):
-                plans = (plan, None) if up else (None, plan)
-
-                def experts(width=width, plans=plans, up=up) -> Timed:
-                    two = list(expert_timed(o, width, [(6, 22)], *plans))
-                    return two[0 if up else 1]
-
-                name = f"experts {'up' if up else 'down'} {width}"
-                yield name, ("expert", rows, cols), plan, experts
-        for shape in dense_shapes(s, part):
-            name, kind, rows, cols, blocks = shape
-            full = -(-rows // 32) * 32
-            for plan in dense_variants(full, cols, blocks, kind):
-                make = partial(dense_timed, o, shape, "", plan)
-                yield f"{name} 1/{part}", ("dense", full, cols), plan, make

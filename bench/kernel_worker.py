@@ -237,7 +237,7 @@ def plan_of(fields: dict):
 
 
 def tune(worker: Worker) -> None:
-    from kernel_timed import tune_cases
+    from kernel_tuned import tune_cases
 
     for name, key, plan, make in tune_cases(operands(worker.args.dry)):
         fields = {k: getattr(plan, k) for k in PLAN_FIELDS}
@@ -267,11 +267,12 @@ def compile_part(worker: Worker) -> None:
         return
     import kernel_timed as kt
     import kernels_sass
+    from kernel_tuned import tune_cases
 
     kernels_sass.capture([])
     o = kt.MetaOperands(kt.PUBLISHED)
     if worker.args.module == "tune":
-        for name, _, plan, make in kt.tune_cases(o):
+        for name, _, plan, make in tune_cases(o):
             worker.each(f"compile {name} {plan}", lambda make=make: launched(make()))
     elif worker.args.module == "rows":
         for case in kt.row_cases(o):

@@ -18,8 +18,8 @@ from deepdraft.text.prompt import render_chat
 from deepdraft.text.tokenizer import Tokenizer
 from deepdraft.types import GenerateRequest, SamplingParams, SpeculationParams, TokenGrammar
 
+from .grammars import compiled
 from .json_cases import read, valid
-from .test_grammar import compiled
 
 SCHEMA = {
     "type": "object",

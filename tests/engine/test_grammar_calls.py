@@ -17,8 +17,8 @@ from deepdraft.text.prompt import render_chat
 from deepdraft.text.tokenizer import Tokenizer
 from tests.text.cases import published_tokenizer, toy_tokenizer
 
+from .grammars import DEMO, WALKER, Walker, compiler
 from .json_cases import NAMES, TEXTS, leaves, objects, read, schemas, valid, values
-from .test_grammar import DEMO, WALKER, Walker, compiler
 
 common = settings(
     deadline=None,

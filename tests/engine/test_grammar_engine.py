@@ -22,8 +22,8 @@ from deepdraft.types import (
 )
 
 from .fake import DraftingRunner, FakeRunner
+from .grammars import DEMO, choices, compiled
 from .json_cases import read, valid
-from .test_grammar import DEMO, choices, compiled
 
 EOS = 1
 SCHEMA: dict[str, Any] = {
