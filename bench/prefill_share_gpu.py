@@ -39,6 +39,7 @@ if "--dry-run" in sys.argv:
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
+from tp2_step_gpu import RankWeights  # noqa: E402
 
 from deepdraft.arch import V41Args  # noqa: E402
 from deepdraft.engine.dummy import DummyWeights, dummy_args  # noqa: E402
@@ -336,22 +337,6 @@ def by_layer(alone: PrefillLayers, shared: PrefillLayers, text: list[int]) -> li
 # ---- times ----------------------------------------------------------------------------------
 
 
-class ShareWeights(DummyWeights):
-    """Random weights: what is whole is alike on all ranks, what is cut differs."""
-
-    def __init__(self, args: V41Args, plan: PrefillCuts, rank: int, device: torch.device) -> None:
-        super().__init__(args, device=device)
-        self.plan, self.rank = plan, rank
-        self.table = {
-            name: dataclasses.replace(entry, shape=plan.shape(name, entry.shape, rank))
-            for name, entry in self.table.items()
-        }
-
-    def _generator(self, name: str) -> torch.Generator:
-        cut = self.plan.cut(name) is not None
-        return super()._generator(f"{name} of rank {self.rank}" if cut else name)
-
-
 def timed_args(full: V41Args, options: argparse.Namespace) -> V41Args:
     if options.dry_run:
         return full
@@ -368,7 +353,7 @@ class ShareBench(PrefillBench):
         rows = dict(zip(args.engram_layer_ids, args.engram_num_embeddings, strict=True))
         lengths = {layer: [n // count] * count for layer, n in rows.items()}
         plan = PrefillCuts(args, bench.size if shared else 1, lengths)
-        source = ShareWeights(args, plan, bench.rank if shared else 0, bench.device)
+        source = RankWeights(args, plan, bench.rank if shared else 0, bench.device)
         ids = [i % args.engram_compressed_vocab_size for i in range(args.vocab_size)]
         self.weights = load_weights(args, source, ids, device=self.device, drafter=False)
         self.pool = DevicePool(

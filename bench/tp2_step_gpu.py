@@ -41,6 +41,7 @@ from deepdraft.models.v41_buffers import DeviceCaches, RowInputs  # noqa: E402
 from deepdraft.models.v41_draft import DeviceDrafter  # noqa: E402
 from deepdraft.models.v41_joins import Joins, OwnTables, RankJoins  # noqa: E402
 from deepdraft.models.v41_loop import DeviceLoop, DeviceSettings  # noqa: E402
+from deepdraft.models.v41_prefill_share import own_tables  # noqa: E402
 from deepdraft.models.v41_step import DeviceStep, Lanes  # noqa: E402
 from deepdraft.models.v41_weights import load_weights  # noqa: E402
 from deepdraft.parallel.group import (  # noqa: E402
@@ -142,14 +143,6 @@ def plan_of(args: V41Args, size: int) -> ShardPlan:
     return ShardPlan(args, size, {layer: [n // count] * count for layer, n in rows.items()})
 
 
-def tables_of(args: V41Args, plan: ShardPlan, rank: int) -> list[OwnTables]:
-    own = []
-    for layer in args.engram_layer_ids:
-        start, stop = plan.bounds(f"layers.{layer}.engram.embed.weight", 0, rank)
-        own.append(OwnTables(slice(*plan.own_tables(rank)), start, stop - start))
-    return own
-
-
 class RankBench(StepBench):
     """`StepBench` of one rank."""
 
@@ -164,7 +157,7 @@ class RankBench(StepBench):
             args, num_sequences=1, max_tokens=CONTEXT + 4096, spare=16, device=self.device
         )
         fill_caches(self.caches)
-        self.joins: Joins = joins(tables_of(args, plan, rank))
+        self.joins: Joins = joins(own_tables(args, plan, rank))
         self.step = DeviceStep(self.weights, self.caches, joins=self.joins)
         self.rng = np.random.default_rng(0)
         self.inputs: RowInputs | None = None
