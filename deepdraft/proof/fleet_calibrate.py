@@ -31,7 +31,7 @@ _MORE = 4
 """Times as many runs of what is over soon."""
 _CHUNKS, _SPARE = (1, 3, 6), 8
 """Whole parts of longer prompts; they have so many tokens less, to have no part of few rows."""
-_SIZES = ((150, 1), (4800, 1), (150, 6))
+_SIZES = ((150, 1), (4800, 1), (150, 10))
 """Characters and turns of conversations that move."""
 _QUESTION = "\nWhat does the text say about the old map?"
 _NEXT = "And who else spoke of the road?"
