@@ -94,6 +94,18 @@ __device__ __forceinline__ void fetch(const Params& p, const Shared& s) {
 
 __device__ __forceinline__ u32 pair_of(u32 a, u32 b, int half) { return __byte_perm(a, b, half ? 0x7632 : 0x5410); }
 
+// Eight pairs of channels by a position's angles, from number `at` of the tables on, or BACK.
+template <bool BACK>
+__device__ __forceinline__ void rotate(u32 (&words)[8], const Params& p, int at) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const float c = p.cos[at + i], n = p.sin[at + i];
+        const float even = bf16_value(words[i] & 0xFFFF), odd = bf16_value(words[i] >> 16);
+        words[i] = BACK ? pack_bf16(even * c + odd * n, odd * c - even * n)
+                        : pack_bf16(even * c - odd * n, odd * c + even * n);
+    }
+}
+
 // The row's queries, turned: [64, C] in panels, even channels before odd ones.
 __device__ __forceinline__ void put_queries(const Params& p, const Shared& s, int row) {
     for (int task = threadIdx.x; task < HEADS * 32; task += WORKERS) {
@@ -101,15 +113,7 @@ __device__ __forceinline__ void put_queries(const Params& p, const Shared& s, in
         const uint4* from = (const uint4*)(p.q + (long long)row * p.q_stride + head * CHANNELS + 16 * part);
         const uint4 low = from[0], high = from[1];
         u32 words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-        if (part >= 28) {
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-                const int at = row * PAIRS + 8 * (part - 28) + i;
-                const float c = p.cos[at], n = p.sin[at];
-                const float even = bf16_value(words[i] & 0xFFFF), odd = bf16_value(words[i] >> 16);
-                words[i] = pack_bf16(even * c - odd * n, odd * c + even * n);
-            }
-        }
+        if (part >= 28) rotate<false>(words, p, row * PAIRS + 8 * (part - 28));
         u8* to = s.q + part / 8 * PANEL + head * 128 + ((part % 8 ^ head % 8) << 4);
 #pragma unroll
         for (int half = 0; half < 2; half++)
@@ -129,15 +133,7 @@ __device__ __forceinline__ void take_result(const Params& p, const Shared& s, in
         u32 words[8];
 #pragma unroll
         for (int i = 0; i < 8; i++) words[i] = pair_of(evens[i / 2], odds[i / 2], i % 2);
-        if (part >= 28) {
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-                const int at = row * PAIRS + 8 * (part - 28) + i;
-                const float c = p.cos[at], n = p.sin[at];
-                const float even = bf16_value(words[i] & 0xFFFF), odd = bf16_value(words[i] >> 16);
-                words[i] = pack_bf16(even * c + odd * n, odd * c - even * n);
-            }
-        }
+        if (part >= 28) rotate<true>(words, p, row * PAIRS + 8 * (part - 28));
         uint4* to = (uint4*)(p.out + ((long long)row * HEADS + head) * CHANNELS + 16 * part);
         to[0] = make_uint4(words[0], words[1], words[2], words[3]);
         to[1] = make_uint4(words[4], words[5], words[6], words[7]);

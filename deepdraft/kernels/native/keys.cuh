@@ -93,6 +93,18 @@ __device__ __forceinline__ void all_dots(float (&c)[PAIRS][32], const u32 (&a)[8
     products_commit();
 }
 
+// Those of the keys at hand; the keys at `next` are asked for meanwhile.
+template <int PAIRS>
+__device__ __forceinline__ void dots_of(float (&c)[PAIRS][32], KeyWords& words, const u8* keys, int next, int end, u32 queries) {
+    u32 a[8][4];
+    key_values(a, words);
+    ask_keys(words, keys, next, end);
+    all_dots<PAIRS>(c, a, queries);
+    products_wait();
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) hold(c[i]);
+}
+
 // Of one pair of rows: sums over heads of weight times the positive part of a dot. Thread t of four gets
 // the score of key g + 8 (t % 2) for row t / 2. weights: [2, H] of the pair.
 __device__ __forceinline__ float pair_score(const float (&c)[32], const float* weights) {

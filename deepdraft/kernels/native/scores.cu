@@ -47,14 +47,9 @@ __device__ __forceinline__ void score_tiles(const Params& p, const Shared& s, co
         for (int i = 0; i < PAIRS; i++) top[i] = none;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            u32 a[8][4];
-            key_values(a, words);
-            ask_keys(words, keys, half == 0 ? start + own + 16 : start + step + own, end);
             float dots[PAIRS][32];
-            all_dots<PAIRS>(dots, a, shared_address(s.queries));
-            products_wait();
-#pragma unroll
-            for (int i = 0; i < PAIRS; i++) hold(dots[i]);
+            dots_of<PAIRS>(dots, words, keys, half == 0 ? start + own + 16 : start + step + own, end,
+                           shared_address(s.queries));
             const int entry = start + own + 16 * half + g + 8 * (t % 2);
 #pragma unroll
             for (int i = 0; i < PAIRS; i++) {

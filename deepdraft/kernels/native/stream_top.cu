@@ -156,14 +156,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_top_kernel(const
             if (start + t / 128 * TILE >= end) break;
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                u32 a[8][4];
-                key_values(a, words);
-                ask_keys(words, keys, start + own + (half == 0 ? 16 : 2 * TILE), end);
                 float dots[PAIRS][32];
-                all_dots<PAIRS>(dots, a, shared_address(s.queries));
-                products_wait();
-#pragma unroll
-                for (int i = 0; i < PAIRS; i++) hold(dots[i]);
+                dots_of<PAIRS>(dots, words, keys, start + own + (half == 0 ? 16 : 2 * TILE), end,
+                               shared_address(s.queries));
                 const int entry = start + own + 16 * half + g + 8 * (lane % 2);
 #pragma unroll
                 for (int i = 0; i < PAIRS; i++) {
